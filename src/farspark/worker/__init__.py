@@ -1,0 +1,1 @@
+"""The drafter process: sockets and sessions on one side of `batch.py`, torch on the other."""

@@ -1,0 +1,97 @@
+"""The seam between the worker's sessions and its drafter: what is asked of the drafter in one step, and what it answers.
+
+Sessions decide (generations, gaps, windows, which slot of the drafter serves whom); the drafter obeys. Nothing here
+knows a socket, the wire or torch, so each side is tested without the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Progress = Callable[[str, int, int], None]
+"""`progress(what, done, total)`: called as long work goes on; `total` is 0 while it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftEntry:
+    """One request of a step, already judged: its rows continue what the slot holds, its numbers are in range.
+
+    The rows are positions `first_pos .. first_pos + n_rows - 1`. The anchor is the token at `first_pos + n_rows`, the
+    newest token, which has no row yet. A draft may attend to the held positions `visible_from .. anchor_pos - 1`.
+    """
+
+    slot: int  # the drafter's own slot, 0 .. slots - 1; at most one entry per slot and batch
+    reset: bool  # forget everything that the slot holds before the rows are appended
+    first_pos: int
+    n_rows: int  # may be 0: a draft from what the slot already holds
+    visible_from: int  # the lowest position held and within the context; anchor_pos when nothing is visible
+    anchor_token: int
+    need_draft: bool
+    n_out: int  # how many draft positions are wanted, 1 .. N; the rest are 0 in the answer
+
+    @property
+    def anchor_pos(self) -> int:
+        return self.first_pos + self.n_rows
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """One step. `rows` holds the rows of all entries in entry order, packed, `row_bytes` each, raw little-endian bf16."""
+
+    entries: Sequence[DraftEntry]
+    rows: memoryview  # sum of n_rows times row_bytes; valid only until `draft` returns
+    want_margins: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DraftResult:
+    """Drafts for every entry of the batch, in entry order; N is `DrafterInfo.num_drafts`.
+
+    Entries that did not need a draft, positions at or past `n_out` and entries whose `ok` is False are zero.
+    """
+
+    ok: Sequence[bool]  # [entries]; False: this entry's logits were not finite, its slot holds nothing usable
+    tokens: memoryview  # int32 [entries * N]
+    confidences: memoryview  # float32 [entries * N], each in [0, 1]
+    margins: memoryview | None  # float32 [entries * N], top-1 minus top-2 logit; None unless wanted
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterInfo:
+    """What a drafter is. The identities are SHA-256 digests, see `checkpoint.py`."""
+
+    kind: str  # the family, as in the checkpoint's architectures: "Qwen3DSparkModel"
+    num_drafts: int  # N
+    vocab_size: int  # ids that may be drafted: the target's true vocabulary, without padding
+    hidden_size: int
+    taps: int
+    row_bytes: int
+    slots: int
+    context: int  # positions kept per slot
+    window: int  # the drafter's own sliding window; 0 for full attention
+    max_position: int  # exclusive bound of positions
+    identity: bytes  # 32 bytes
+    markov_identity: bytes  # 32 bytes
+    device: str
+    dtype: str
+    context_bytes: int  # memory of the context store
+
+
+class Drafter(Protocol):
+    """Owned by one thread, the worker's drafting thread; only `info` may be read elsewhere."""
+
+    @property
+    def info(self) -> DrafterInfo: ...
+
+    def warm_up(self, progress: Progress) -> None:
+        """Meet every shape once, so that no later step waits for a compilation. Leaves every slot empty."""
+        ...
+
+    def draft(self, batch: DraftBatch) -> DraftResult:
+        """Append the rows of every entry, then draft for those that need it, in one forward pass.
+
+        Raises whatever torch raises when the step cannot be done; the caller then holds every slot of the batch for void.
+        """
+        ...

@@ -1,0 +1,182 @@
+"""Who may import whom: every import counts, also inside functions and under TYPE_CHECKING."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src" / "farspark"
+
+# Rooms, the most specific prefix wins. A file in no room is an error: it has not been decided where it belongs.
+CORE = {"errors", "clock", "stats"}
+ENGINE_CORE = {f"engine.{name}" for name in ("config", "slots", "result", "shadow", "shape", "stats_file")}
+MAY_IMPORT: dict[str, set[str]] = {
+    "": set(),
+    "__main__": {"cli"},
+    "errors": set(),
+    "clock": {"errors"},
+    "stats": {"errors", "clock"},
+    "wire": {"errors", "wire"},
+    "transport": {"errors", "clock", "transport"},
+    "engine": set(),
+    "engine.config": {"errors", "transport.endpoint"},
+    "engine.slots": CORE | {"wire"},
+    "engine.result": CORE | {"wire"},
+    "engine.shadow": CORE | {"wire"},
+    "engine.shape": CORE | {"wire"},
+    "engine.stats_file": CORE,
+    "engine.client": CORE | {"wire", "transport", "engine.config"},
+    "engine.round": CORE | {"wire", "engine.client"} | ENGINE_CORE,
+    "engine.gather": CORE | ENGINE_CORE | {"engine.gather", "engine.round"},
+    "engine.vllm": CORE | ENGINE_CORE | {"wire", "engine.client", "engine.round", "engine.gather", "engine.vllm", ""},
+    "worker": set(),
+    "worker.config": CORE | {"transport.endpoint"},
+    "worker.batch": set(),
+    "worker.session": CORE | {"wire", "worker.batch"},
+    "worker.server": CORE | {"wire", "transport", "worker.config", "worker.batch", "worker.session"},
+    "worker.checkpoint": CORE | {"worker.batch"},
+    "worker.context": CORE | {"worker.batch"},
+    "worker.drafter": CORE | {"worker.batch", "worker.checkpoint", "worker.context", "worker.models"},
+    "worker.models": CORE | {"worker.checkpoint", "worker.models"},
+    "demo": CORE | {"demo", ""},
+    "cli": {"", "errors", "clock", "stats", "wire", "transport", "engine", "worker", "demo", "cli"},
+}
+# What only some rooms may touch outside of ours; a parent package covers what is below it.
+ONLY_IN: dict[str, set[str]] = {
+    "vllm": {"engine.vllm"},
+    "torch": {"engine.gather", "engine.vllm", "worker.drafter", "worker.context", "worker.models", "worker.checkpoint"},
+    "numpy": {
+        *ENGINE_CORE,
+        "engine.round",
+        "engine.gather",
+        "engine.vllm",
+        "worker.drafter",
+        "worker.context",
+        "worker.models",
+        "worker.checkpoint",
+    },
+    "safetensors": {"worker.checkpoint"},
+    "socket": {"transport.tcp", "transport.endpoint"},
+    "threading": {"transport", "engine.client", "worker.server", "cli", "demo", "engine.vllm"},
+    "rich": {"cli", "demo"},
+    "argparse": {"cli", "engine.vllm.versions"},
+    "transformers": {"demo"},
+    "triton": set(),
+}
+PURE = {"wire": {"socket", "threading", "time", "logging", "asyncio", "os"}}
+
+
+def module_name(path: Path, src: Path = SRC) -> str:
+    parts = path.relative_to(src).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def room_of(name: str, rooms: set[str]) -> str | None:
+    """The longest room that `name` lies in; the package itself is the room ""."""
+    while name and name not in rooms:
+        name = name.rpartition(".")[0]
+        if not name:
+            return None
+    return name
+
+
+def imports(source: str, module: str, is_package: bool) -> Iterator[str]:
+    """Absolute names of everything imported; `from package import name` yields both package and package.name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = ["farspark", *(module.split(".") if module else [])]
+                up = node.level - (1 if is_package else 0)
+                parts = parts[: len(parts) - up] if up else parts
+                base = ".".join([*parts, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def faults(source: str, module: str, is_package: bool = False) -> list[str]:
+    room = room_of(module, set(MAY_IMPORT))
+    if room is None:
+        return [f"{module}: no room"]
+    found = []
+    for name in imports(source, module, is_package):
+        top = name.split(".")[0]
+        if top == "farspark":
+            target = name.removeprefix("farspark").removeprefix(".")
+            # `from farspark.x import Name` names an attribute: judge it as what holds it.
+            allowed = MAY_IMPORT[room]
+            if target == module or room_of(target, allowed) is not None:
+                continue
+            if target == "" and ("" in allowed or any(part for part in allowed)):
+                continue
+            if any(one == target or one.startswith(target + ".") for one in allowed):
+                continue  # the package on the way to an allowed module
+            found.append(f"{module}: imports {name}")
+        elif top in ONLY_IN and room_of(module, ONLY_IN[top]) is None:
+            found.append(f"{module}: imports {top}")
+        elif top in PURE.get(module.split(".")[0], set()):
+            found.append(f"{module}: imports {top}, its room is pure")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=lambda path: module_name(path) or "farspark")
+def test_a_module_imports_only_what_its_room_may(path: Path) -> None:
+    assert faults(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("wire.codec", "import socket"),
+        ("wire.codec", "from farspark.transport import connect"),
+        ("transport.tcp", "from farspark.wire import codec"),
+        ("engine.round", "from farspark.worker.session import Session"),
+        ("engine.round", "def f():\n    import torch"),
+        ("engine.client", "from farspark import worker"),
+        ("engine.client", "from .. import worker"),
+        ("engine.slots", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("engine.slots", "from farspark.engine.vllm import plugin"),
+        ("engine.gather.ring", "import vllm.config"),
+        ("worker.session", "import torch"),
+        ("worker.drafter", "from farspark.wire import layout"),
+        ("worker.server", "from farspark.engine.config import EngineConfig"),
+        ("worker.server", "from farspark.cli import main"),
+        ("stats", "from farspark.wire import layout"),
+        ("helpers", "x = 1"),
+    ],
+)
+def test_a_planted_violation_is_found(module: str, source: str) -> None:
+    assert faults(source, module) != []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("engine.client", "from farspark.transport import connect"),
+        ("engine.round", "from farspark.wire.layout import EntryFlag"),
+        ("transport.tcp", "import socket"),
+        ("worker.drafter", "import torch"),
+        ("engine.vllm.plugin", "import vllm"),
+    ],
+)
+def test_an_allowed_import_passes(module: str, source: str) -> None:
+    assert faults(source, module) == []
+
+
+def test_importing_the_package_the_wire_and_the_engine_core_loads_neither_torch_nor_vllm() -> None:
+    modules = "farspark, farspark.wire.codec, farspark.engine.round, farspark.worker.server, farspark.cli.main"
+    probe = f"import sys; import {modules}; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_wire_needs_the_standard_library_only() -> None:
+    blocked = "import sys; sys.modules['numpy'] = None; sys.modules['torch'] = None; import farspark.wire.codec"
+    subprocess.run([sys.executable, "-c", blocked], check=True)
