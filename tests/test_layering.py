@@ -66,6 +66,9 @@ ONLY_IN: dict[str, set[str]] = {
     "rich": {"cli", "demo"},
     "argparse": {"cli", "engine.vllm.versions"},
     "transformers": {"demo"},
+    "httpx": {"demo"},
+    "farspark_vllm_cpu_engine": {"demo"},
+    "farspark_smollm2_drafter": {"demo"},
     "triton": set(),
 }
 PURE = {"wire": {"socket", "threading", "time", "logging", "asyncio", "os"}}

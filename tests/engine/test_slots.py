@@ -105,4 +105,7 @@ def test_RING_REWIND_the_ring_holds_the_newest_committed_rows_always() -> None:
         committed[slot] += range(start, start + rows)
         held = list(range(slots[slot].ring_first, slots[slot].end))
         assert held == committed[slot][-7:]
-        assert list(range(increment.first_pos, increment.first_pos + increment.n_rows)) == committed[slot][-min(rows, 20) :]
+        assert (
+            list(range(increment.first_pos, increment.first_pos + increment.n_rows))
+            == committed[slot][-min(rows, 20) :]
+        )

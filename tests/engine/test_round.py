@@ -1,0 +1,264 @@
+"""The round against a real worker: what is drafted, and what happens when anything breaks."""
+
+from __future__ import annotations
+
+import random
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from farspark.engine.result import RoundOutcome
+from farspark.engine.round import find_fault
+from farspark.wire.layout import EntryFlag, RequestStatus
+from farspark.wire.messages import Entry, EntryReply, StepReply
+from tests.fakes.engine_world import CONTEXT, INFO, SLOTS, Row, World
+
+
+def good(world: World, *rows: Row) -> None:
+    outcome = world.step(*rows)
+    assert outcome is (RoundOutcome.OK if any(row.sampled for row in rows) else RoundOutcome.NOTHING), (
+        world.stats.counters()
+    )
+    world.keep(*rows)
+    for index, row in enumerate(rows):
+        if row.sampled:
+            world.check(index, row)
+
+
+def failed(world: World, *rows: Row) -> None:
+    assert world.step(*rows) is RoundOutcome.FAILED
+    assert world.result.tokens.max() == 0
+    assert world.result.confidences.max() == 0
+    world.lose(*rows)
+
+
+def test_prefill_chunks_and_decode_steps_draft_from_every_row() -> None:
+    with World() as world:
+        request = world.admit(2)
+        good(world, Row(request, 4, sampled=False))
+        good(world, Row(request, 3, sampled=True))
+        good(world, Row(request, 6, sampled=True))
+        good(world, Row(request, 1, sampled=True))
+        assert world.stats.count("rounds_ok") == 4
+        assert world.stats.count("rows_sent") == 14
+        assert world.stats.count("req_status_not_needed") == 1
+
+
+def test_several_requests_are_matched_by_request_in_any_order() -> None:
+    with World(want_margin=True) as world:
+        requests = [world.admit(slot) for slot in (3, 0, 2)]
+        good(world, *[Row(request, n, sampled=True) for request, n in zip(requests, (5, 1, 12), strict=True)])
+        good(world, *[Row(request, n, sampled=True) for request, n in zip(reversed(requests), (2, 1, 6), strict=True)])
+
+
+def test_FAIL_LIFETIME_a_late_reply_costs_one_round_and_is_never_taken_for_the_next() -> None:
+    with World() as world:
+        request = world.admit(1)
+        good(world, Row(request, 3, sampled=True))
+        assert world.channel is not None
+        world.channel.late = True
+        failed(world, Row(request, 2, sampled=True))
+        assert world.stats.count("fallback_timeout") == 1
+        good(world, Row(request, 1, sampled=True))
+        assert world.stats.count("late_replies") == 1
+        assert world.stats.count("resync_rounds") == 1
+        assert world.stats.count("hellos") == 1
+
+
+def test_LATE_REPLY_the_slot_is_reused_while_a_reply_is_late() -> None:
+    with World() as world:
+        first = world.admit(1)
+        good(world, Row(first, 3, sampled=True))
+        assert world.channel is not None
+        world.channel.late = True
+        failed(world, Row(first, 2, sampled=True))
+        second = world.admit(1, start=5)
+        good(world, Row(second, 2, sampled=True))
+
+
+def test_a_lost_connection_is_made_again_and_the_window_comes_from_the_ring() -> None:
+    with World() as world:
+        request, other = world.admit(0), world.admit(3)
+        good(world, Row(request, 9, sampled=True), Row(other, 2, sampled=True))
+        assert world.channel is not None
+        world.channel.close()
+        failed(world, Row(request, 1, sampled=True))
+        world.lose(Row(other, 0, False))
+        world.wait_ready()
+        good(world, Row(request, 2, sampled=True))
+        good(world, Row(other, 1, sampled=True))
+        assert world.stats.count("hellos") == 2
+        assert world.stats.count("disconnects") == 1
+        assert world.stats.count("resync_rounds") == 2
+
+
+def test_a_round_without_a_connection_fails_at_once() -> None:
+    with World() as world:
+        request = world.admit(0)
+        world.stop_worker()
+        failed(world, Row(request, 1, sampled=True))
+        failed(world, Row(request, 1, sampled=True))
+        assert world.stats.count("fallback_not_ready") >= 1
+        world.start_worker()
+        world.wait_ready()
+        good(world, Row(request, 1, sampled=True))
+
+
+def test_a_failing_drafter_costs_its_round_and_drafting_resumes() -> None:
+    with World() as world:
+        request = world.admit(0)
+        good(world, Row(request, 4, sampled=True))
+        world.drafter.fail_next = 1
+        failed(world, Row(request, 1, sampled=True))
+        assert world.stats.count("req_status_internal") == 1
+        good(world, Row(request, 1, sampled=True))
+
+
+def test_one_bad_request_never_spoils_the_others() -> None:
+    with World() as world:
+        requests = [world.admit(slot) for slot in range(3)]
+        good(world, *[Row(request, 2, sampled=True) for request in requests])
+        world.drafter.not_finite = set(range(SLOTS))
+        outcome = world.step(Row(requests[0], 1, sampled=False), Row(requests[1], 1, sampled=True))
+        assert outcome is RoundOutcome.FAILED
+        world.drafter.not_finite = set()
+        for request in requests[:2]:
+            request.clean = False
+        good(world, *[Row(request, 1, sampled=True) for request in requests])
+
+
+@pytest.mark.parametrize(
+    ("offset", "put", "why"),
+    [
+        (4 * 2 * 5, struct.pack("<i", INFO.vocab_size), "draft id 1000"),
+        (4 * 2 * 5, struct.pack("<i", -7), "draft id -7"),
+        (4 * 2 * 5, struct.pack("<i", 2**31 - 1), "draft id 2147483647"),
+        (4 * 5, struct.pack("<f", float("nan")), "confidence nan"),
+        (4 * 5, struct.pack("<f", 1.5), "confidence 1.5"),
+        (4 * 2 * 5 + 4, struct.pack("<H", 77), "request status 77"),
+        (4 * 2 * 5 + 16, struct.pack("<I", 9), "answer for slot 9"),
+        (4 * 2 * 5 + 12, struct.pack("<I", 9), "generation 9"),
+        (4 * 2 * 5 + 8, struct.pack("<I", CONTEXT + 1), f"window of {CONTEXT + 1} rows"),
+        (4 * 2 * 5 + 40, struct.pack("<Q", 99), "reply to step 99"),
+    ],
+)
+def test_ID_RANGE_a_reply_that_cannot_be_right_is_refused_with_its_reason(offset: int, put: bytes, why: str) -> None:
+    with World() as world:
+        request = world.admit(0)
+        good(world, Row(request, 3, sampled=True))
+        assert world.channel is not None
+        world.channel.corrupt = (offset, put)
+        failed(world, Row(request, 1, sampled=True))
+        assert world.stats.count("fallback_bad_reply") == 1
+        assert world.round.last_bad_reply is not None
+        assert why in world.round.last_bad_reply
+        world.wait_ready()
+        good(world, Row(request, 1, sampled=True))
+
+
+def test_K0_STATE_rows_of_rounds_that_want_no_drafts_are_appended() -> None:
+    with World() as world:
+        request = world.admit(0)
+        good(world, Row(request, 3, sampled=False))
+        good(world, Row(request, 2, sampled=False))
+        good(world, Row(request, 1, sampled=True))
+
+
+def test_CHUNK_TRIM_a_chunk_longer_than_the_context_leaves_its_newest_rows() -> None:
+    with World() as world:
+        request = world.admit(0)
+        good(world, Row(request, 3, sampled=False))
+        world.lose(Row(request, 0, False))
+        good(world, Row(request, 3 * CONTEXT + 1, sampled=True))
+        good(world, Row(request, 2, sampled=True))
+
+
+def test_a_program_of_random_steps_and_faults_drafts_what_a_reference_drafts() -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    checked = 0
+    with World(seed=seed) as world:
+        for _ in range(600):
+            for slot in range(SLOTS):
+                if slot not in world.by_slot or rng.random() < 0.05:
+                    world.admit(slot, start=rng.choice([0, 0, 7, 64]))
+            slots = rng.sample(range(SLOTS), rng.randint(1, SLOTS))
+            rows = [Row(world.by_slot[slot], rng.choice([1, 1, 2, 3, 6, 9, 25]), rng.random() < 0.8) for slot in slots]
+            assert world.channel is not None
+            fault = rng.choice([None] * 8 + ["late", "close", "garbage", "internal"])
+            if fault == "late":
+                world.channel.late = True
+            elif fault == "close":
+                world.channel.close()
+            elif fault == "garbage":
+                world.channel.corrupt = (4, struct.pack("<f", 2.0))
+            elif fault == "internal":
+                world.drafter.fail_next = 1
+            outcome = world.step(*rows)
+            if fault is None:
+                assert outcome in (RoundOutcome.OK, RoundOutcome.NOTHING), (seed, world.stats.counters())
+                world.keep(*rows)
+                for index, row in enumerate(rows):
+                    if row.sampled:
+                        world.check(index, row)
+                        checked += 1
+            else:
+                assert outcome in (RoundOutcome.FAILED, RoundOutcome.NOTHING), (seed, fault)
+                assert world.result.tokens.max() == 0
+                world.lose(*rows)
+            if fault == "close":
+                for request in world.by_slot.values():
+                    request.clean = False
+                world.wait_ready()
+    assert checked > 500
+    assert world.stats.count("stale_generation_new_sessions") == 0
+
+
+ENTRY = Entry(1, 2, 0, 3, 5, 3, EntryFlag.NEED_DRAFT, n_out=2)
+
+
+def reply(tokens: list[int], confidences: list[float], status: RequestStatus = RequestStatus.OK) -> StepReply:
+    return StepReply(
+        7,
+        3,
+        10,
+        (EntryReply(1, 2, 3, status),),
+        np.array(tokens, dtype=np.int32).data,
+        np.array(confidences, dtype=np.float32).data,
+    )
+
+
+def fault_of(answer: StepReply, *, want_margins: bool = False) -> str | None:
+    return find_fault(answer, [ENTRY], step_id=7, num_drafts=3, vocab_size=10, context=8, want_margins=want_margins)
+
+
+def test_a_right_reply_has_no_fault() -> None:
+    assert fault_of(reply([1, 9, 0], [0.0, 1.0, 0.0])) is None
+
+
+def test_what_stands_past_n_out_must_be_zero() -> None:
+    assert "past the positions asked for" in (fault_of(reply([1, 9, 4], [0.5, 1.0, 0.0])) or "")
+    assert "past the positions asked for" in (fault_of(reply([1, 9, 0], [0.5, 1.0, 0.5])) or "")
+
+
+def test_drafts_of_a_failed_request_must_be_zero() -> None:
+    assert "past the positions" in (fault_of(reply([1, 0, 0], [0.0, 0.0, 0.0], RequestStatus.INTERNAL)) or "")
+
+
+def test_margins_are_there_exactly_when_asked_for() -> None:
+    right = reply([1, 9, 0], [0.5, 1.0, 0.0])
+    assert fault_of(right, want_margins=True) == "margins missing"
+    with_margins = replace(right, margins=np.zeros(3, dtype=np.float32).data)
+    assert fault_of(with_margins) == "margins sent unasked"
+    assert fault_of(with_margins, want_margins=True) is None
+    nan = replace(right, margins=np.full(3, np.nan, dtype=np.float32).data)
+    assert "margin nan" in (fault_of(nan, want_margins=True) or "")
+
+
+def test_a_status_that_contradicts_the_request_is_a_fault() -> None:
+    assert "NOT_NEEDED though a draft was asked for" in (
+        fault_of(reply([0, 0, 0], [0, 0, 0], RequestStatus.NOT_NEEDED)) or ""
+    )

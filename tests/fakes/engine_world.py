@@ -1,0 +1,241 @@
+"""A small engine around the real client and round: requests with rows, a ring, and a real worker with `ArithmeticDrafter`.
+
+The world keeps its own idea, from first principles, of which rows the worker must hold; `expected` then says what the
+drafts must be. Faults are put between client and worker by `FaultyChannel`.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from farspark.clock import Deadline
+from farspark.engine.client import Client
+from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
+from farspark.engine.round import Phase, RemoteRound, RoundInput, RoundRequest
+from farspark.engine.shape import ModelShape
+from farspark.stats import Stats
+from farspark.transport import Channel, Endpoint, Piece, connect, parse_endpoint
+from farspark.wire.layout import MAX_REPLY_BYTES
+from farspark.worker.config import WorkerConfig
+from farspark.worker.server import Server
+from tests.fakes.drafters import ArithmeticDrafter, expected, info
+
+RING = 6
+CONTEXT = 10
+SLOTS = 4
+INFO = info(context=CONTEXT, slots=SLOTS)
+
+
+def row_of(request: int, position: int) -> bytes:
+    return struct.pack("<QQ", request, position)
+
+
+class FaultyChannel:
+    """A channel whose next exchange goes wrong as told: once."""
+
+    def __init__(self, inner: Channel) -> None:
+        self._inner = inner
+        self.late = False  # the next reply comes after the deadline
+        self._waiting: memoryview | None = None
+        self.corrupt: tuple[int, bytes] | None = None  # offset from the end of the next reply, bytes to put there
+
+    @property
+    def lane(self) -> str:
+        return self._inner.lane
+
+    @property
+    def is_closed(self) -> bool:
+        return self._inner.is_closed
+
+    def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        self._inner.send(pieces, deadline)
+
+    def recv(self, deadline: Deadline) -> memoryview:
+        if self.late:
+            # The worker is done with the step by then, so that the next fault hits the next step.
+            self.late = False
+            self._waiting = self._inner.recv(deadline)
+            raise TimeoutError("told to be late")
+        if self._waiting is not None:
+            frame, self._waiting = self._waiting, None
+            return frame
+        frame = self._inner.recv(deadline)
+        if self.corrupt is not None:
+            offset, put = self.corrupt
+            self.corrupt = None
+            changed = bytearray(frame)
+            at = len(changed) - offset
+            changed[at : at + len(put)] = put
+            return memoryview(changed)
+        return frame
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@dataclass(slots=True)
+class WorldRequest:
+    number: int
+    slot: int
+    start: int  # first position that has a row: 0, or behind a prefix-cache hit
+    end: int  # the anchor's position
+    held_from: int  # the worker must hold rows from here on, once it is clean
+    clean: bool = False  # the worker holds it
+    token: int = 0
+
+
+@dataclass(slots=True)
+class Row:
+    """One batch row of a step."""
+
+    request: WorldRequest
+    n_rows: int
+    sampled: bool
+
+
+@dataclass
+class World:
+    """`with World() as world`, then `step` rounds of rows."""
+
+    seed: int = 0
+    timeout_s: float = 5.0
+    want_margin: bool = False
+    name: str = ""
+    drafter: ArithmeticDrafter = field(default_factory=lambda: ArithmeticDrafter(INFO))
+    stats: Stats = field(default_factory=Stats)
+    channel: FaultyChannel | None = None
+    numbers: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.endpoint = parse_endpoint(f"memory://world-{id(self)}{self.name}")
+        self.shape = ModelShape(
+            num_drafts=INFO.num_drafts,
+            vocab_size=INFO.vocab_size,
+            hidden_size=INFO.hidden_size,
+            taps=INFO.taps,
+            slots=SLOTS,
+            context=CONTEXT,
+            ring=RING,
+            max_position=INFO.max_position,
+        )
+        self.result = PackedResult.empty(ResultLayout(SLOTS, INFO.num_drafts))
+        self.by_slot: dict[int, WorldRequest] = {}
+        self.start_worker()
+        hello = self.shape.hello(
+            engine="world", identity=INFO.identity, markov_identity=bytes(32), want_margin=self.want_margin
+        )
+        self.client = Client(
+            hello,
+            [self.endpoint],
+            connect_timeout_s=5,
+            backoff_s=0.001,
+            backoff_max_s=0.002,
+            stats=self.stats,
+            connect=self._connect,
+        )
+        self.round = RemoteRound(
+            client=self.client,
+            shape=self.shape,
+            ring=self,
+            stats=self.stats,
+            timeout_s=self.timeout_s,
+            want_margin=self.want_margin,
+        )
+        self.client.start()
+
+    def __enter__(self) -> World:
+        self.wait_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self.stop_worker()
+
+    def start_worker(self) -> None:
+        config = WorkerConfig(checkpoint=Path("none"), listen=self.endpoint, slots=SLOTS, context=CONTEXT)
+        self.server = Server(self.drafter, config)
+        self._serving = threading.Thread(target=self.server.serve)
+        self._serving.start()
+
+    def stop_worker(self) -> None:
+        self.server.stop()
+        self._serving.join()
+
+    def wait_ready(self) -> None:
+        assert self.client.wait_ready(Deadline.after(10)), self.client.last_failure
+
+    def _connect(self, endpoint: Endpoint, deadline: Deadline) -> Channel:
+        self.channel = FaultyChannel(connect(endpoint, deadline, max_frame_bytes=MAX_REPLY_BYTES))
+        return self.channel
+
+    # The ring, as the device would hold it.
+
+    def window(self, slot: int, first_pos: int, n_rows: int) -> memoryview:
+        request = self.by_slot[slot]
+        assert first_pos >= max(request.start, request.end - RING)
+        assert first_pos + n_rows == request.end
+        return memoryview(b"".join(row_of(request.number, position) for position in range(first_pos, request.end)))
+
+    # Programs.
+
+    def admit(self, slot: int, start: int = 0) -> WorldRequest:
+        self.numbers += 1
+        request = WorldRequest(self.numbers, slot, start, start, start)
+        self.by_slot[slot] = request
+        return request
+
+    def step(self, *rows: Row) -> RoundOutcome:
+        """One round; the result stands in `result`."""
+        meta = np.zeros((len(rows), 4), dtype=np.int32)
+        packed = b""
+        for index, row in enumerate(rows):
+            request = row.request
+            request.token = self.rng.randrange(INFO.vocab_size)
+            meta[index] = [request.end, row.n_rows, request.token, row.sampled]
+            end = request.end + row.n_rows
+            packed += b"".join(row_of(request.number, p) for p in range(max(request.end, end - CONTEXT), end))
+            request.end = end
+        requests = [RoundRequest(row.request.slot, row.request.number, 0) for row in rows]
+        step = RoundInput(requests, meta, memoryview(packed), Phase.DECODE)
+        return self.round.run(step, self.result)
+
+    def lose(self, *rows: Row) -> None:
+        """The round failed: what the worker holds for these is unknown, so their whole windows come from the ring."""
+        for row in rows:
+            row.request.clean = False
+
+    def keep(self, *rows: Row) -> None:
+        """The round reached the worker: from here on it holds what the contract says."""
+        for row in rows:
+            request = row.request
+            if not request.clean:
+                increment = min(row.n_rows, CONTEXT)
+                request.held_from = request.end - max(increment, min(request.end - request.start, RING))
+                request.clean = True
+
+    def check(self, index: int, row: Row) -> None:
+        """The drafts of batch row `index` are those of a drafter that saw exactly the rows that the worker must hold."""
+        request = row.request
+        visible = range(max(request.held_from, request.end - CONTEXT), request.end)
+        tokens, confidences, margins = expected(
+            {position: row_of(request.number, position) for position in visible},
+            request.token,
+            request.end,
+            num_drafts=INFO.num_drafts,
+            vocab_size=INFO.vocab_size,
+            n_out=INFO.num_drafts,
+        )
+        assert self.result.ok[index] == 1
+        assert self.result.tokens[index].tolist() == tokens
+        assert self.result.confidences[index].tolist() == confidences
+        if self.want_margin:
+            assert self.round.last_drafts.margins is not None
+            assert self.round.last_drafts.margins[index].tolist() == margins
