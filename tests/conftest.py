@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
+
+# A test's time says something about the machine, never about the code.
+hypothesis.settings.register_profile("farspark", deadline=None)
+hypothesis.settings.load_profile("farspark")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,7 +24,14 @@ from farspark.wire.layout import (
 )
 from farspark.wire.messages import Entry, EntryReply, Freed, Header, Hello, Step, StepReply, Welcome
 
+# Tables in place of the enums' constructors, which take microseconds.
+_OPERATIONS: dict[int, Operation] = {int(operation): operation for operation in Operation}
+_FRAME_STATUSES: dict[int, FrameStatus] = {int(status): status for status in FrameStatus}
 _REQUEST_STATUSES = {int(status): status for status in RequestStatus}
+_HEADER_FLAGS = tuple(HeaderFlag(bits) for bits in range(2))
+_ENTRY_FLAGS = tuple(EntryFlag(bits) for bits in range(8))
+_STEP_FLAGS = tuple(StepFlag(bits) for bits in range(4))
+_MARGINS = int(StepFlag.MARGINS)
 
 
 def encode_frame(header: Header, payload: bytes = b"") -> bytes:
@@ -61,13 +68,13 @@ def decode_frame(frame: memoryview) -> tuple[Header, memoryview]:
     if payload_bytes != len(payload):
         raise ProtocolError(f"header announces {payload_bytes} payload bytes, the frame has {len(payload)}")
     header = Header(
-        operation=Operation(operation) if operation in Operation._value2member_map_ else operation,
-        session=session,
-        sequence=sequence,
-        payload_bytes=payload_bytes,
-        flags=HeaderFlag(flags & HeaderFlag.REPLY),
-        status=FrameStatus(status) if status in FrameStatus._value2member_map_ else status,
-        version=version,
+        _OPERATIONS.get(operation, operation),
+        session,
+        sequence,
+        payload_bytes,
+        _HEADER_FLAGS[flags & 1],
+        _FRAME_STATUSES.get(status, status),
+        version,
     )
     return header, payload
 
@@ -89,7 +96,7 @@ def encode_hello(hello: Hello) -> bytes:
             hello.dtype,
             hello.flags,
             len(name),
-            0,
+            hello.instance,
         )
         + name
     )
@@ -97,9 +104,8 @@ def encode_hello(hello: Hello) -> bytes:
 
 def decode_hello(payload: memoryview) -> Hello:
     fields = _fixed(layout.HELLO, payload, "HELLO")
-    identity, markov, row_bytes, hidden, ring, context, vocab, slots, num_drafts, taps, dtype, flags, name_bytes, _ = (
-        fields
-    )
+    identity, markov, row_bytes, hidden, ring, context, vocab, slots, num_drafts, taps, dtype, flags, *rest = fields
+    name_bytes, instance = rest
     (name,) = _texts(payload, layout.HELLO.size, (name_bytes,), "HELLO")
     return Hello(
         engine=name,
@@ -115,6 +121,7 @@ def decode_hello(payload: memoryview) -> Hello:
         slots=slots,
         vocab_size=vocab,
         flags=HelloFlag(flags & int(HelloFlag.MARGINS | HelloFlag.SAMPLED)),
+        instance=instance,
     )
 
 
@@ -167,31 +174,16 @@ def encode_step_head(
 
     The frame is this head followed by `rows_bytes` bytes of rows, sent from wherever they lie.
     """
-    n_rows = sum(entry.n_rows for entry in entries)
-    head = bytearray(layout.HEADER.size + layout.STEP.size + layout.ENTRY.size * len(entries))
-    payload_bytes = len(head) - layout.HEADER.size + rows_bytes
-    layout.HEADER.pack_into(
-        head, 0, layout.MAGIC, layout.VERSION, Operation.STEP, 0, session, sequence, FrameStatus.OK, 0, payload_bytes
+    try:
+        packed = [layout.ENTRY.pack(*entry) for entry in entries]
+    except struct.error as error:
+        raise ValueError(f"STEP entry that does not fit its fields: {error}") from error
+    step = layout.STEP.pack(step_id, len(entries), flags, sum([entry.n_rows for entry in entries]))
+    payload_bytes = layout.STEP.size + layout.ENTRY.size * len(packed) + rows_bytes
+    header = layout.HEADER.pack(
+        layout.MAGIC, layout.VERSION, Operation.STEP, 0, session, sequence, FrameStatus.OK, 0, payload_bytes
     )
-    layout.STEP.pack_into(head, layout.HEADER.size, step_id, len(entries), flags, n_rows)
-    at = layout.HEADER.size + layout.STEP.size
-    for entry in entries:
-        layout.ENTRY.pack_into(
-            head,
-            at,
-            entry.slot,
-            entry.generation,
-            entry.first_pos,
-            entry.n_rows,
-            entry.anchor_token,
-            entry.anchor_pos,
-            entry.flags,
-            entry.k_window,
-            entry.n_out,
-            0,
-        )
-        at += layout.ENTRY.size
-    return bytes(head)
+    return b"".join([header, step, *packed])
 
 
 def decode_step(payload: memoryview, row_bytes: int) -> Step:
@@ -205,17 +197,16 @@ def decode_step(payload: memoryview, row_bytes: int) -> Step:
         raise ProtocolError(
             f"STEP of {len(payload)} bytes; {n_requests} requests and {n_rows} rows of {row_bytes} bytes make {expected}"
         )
-    entries = []
-    counted = 0
-    for fields in layout.ENTRY.iter_unpack(payload[layout.STEP.size : rows_at]):
-        slot, generation, first_pos, rows, anchor, anchor_pos, entry_flags, k_window, n_out, _ = fields
-        counted += rows
-        entries.append(
-            Entry(slot, generation, first_pos, rows, anchor, anchor_pos, EntryFlag(entry_flags & 7), k_window, n_out)
+    entries = [
+        Entry(slot, generation, first_pos, rows, anchor, anchor_pos, _ENTRY_FLAGS[bits & 7], k_window, n_out)
+        for slot, generation, first_pos, rows, anchor, anchor_pos, bits, k_window, n_out in layout.ENTRY.iter_unpack(
+            payload[layout.STEP.size : rows_at]
         )
+    ]
+    counted = sum([entry.n_rows for entry in entries])
     if counted != n_rows:
         raise ProtocolError(f"STEP announces {n_rows} rows, its entries {counted}")
-    return Step(step_id, tuple(entries), payload[rows_at:], StepFlag(flags & 3))
+    return Step(step_id, entries, payload[rows_at:], _STEP_FLAGS[flags & 3])
 
 
 def encode_step_reply(reply: StepReply) -> bytes:
@@ -226,12 +217,9 @@ def encode_step_reply(reply: StepReply) -> bytes:
             reply.step_id, len(reply.entries), reply.num_drafts, reply.flags, 0, min(reply.worker_us, 0xFFFFFFFF), 0
         )
     ]
-    parts += [
-        layout.ENTRY_REPLY.pack(entry.slot, entry.generation, entry.window_rows, entry.status, 0)
-        for entry in reply.entries
-    ]
+    parts += [layout.ENTRY_REPLY.pack(*entry) for entry in reply.entries]
     arrays = [(reply.tokens, "i"), (reply.confidences, "f")]
-    if reply.flags & StepFlag.MARGINS:
+    if int(reply.flags) & _MARGINS:
         if reply.margins is None:
             raise ValueError("a reply flagged MARGINS without margins")
         arrays.append((reply.margins, "f"))
@@ -250,23 +238,24 @@ def decode_step_reply(payload: memoryview) -> StepReply:
             f"STEP reply of {n_requests} requests by {num_drafts} drafts, at most {layout.MAX_REQUESTS} "
             f"by {layout.MAX_DRAFTS}"
         )
-    flags = StepFlag(raw_flags & 3)
+    has_margins = raw_flags & _MARGINS
     arrays_at = layout.STEP_REPLY.size + layout.ENTRY_REPLY.size * n_requests
     array_bytes = 4 * n_requests * num_drafts
-    arrays = 3 if flags & StepFlag.MARGINS else 2
+    arrays = 3 if has_margins else 2
     if len(payload) != arrays_at + arrays * array_bytes:
         raise ProtocolError(
             f"STEP reply of {len(payload)} bytes; {n_requests} requests by {num_drafts} drafts make "
             f"{arrays_at + arrays * array_bytes}"
         )
-    entries = []
-    for slot, generation, window_rows, status, _ in layout.ENTRY_REPLY.iter_unpack(
-        payload[layout.STEP_REPLY.size : arrays_at]
-    ):
-        known = _REQUEST_STATUSES.get(status)
-        if known is None:
-            raise ProtocolError(f"request status {status} of slot {slot}, which is not one of ours")
-        entries.append(EntryReply(slot, generation, window_rows, known))
+    try:
+        entries = [
+            EntryReply(slot, generation, window_rows, _REQUEST_STATUSES[status])
+            for slot, generation, window_rows, status in layout.ENTRY_REPLY.iter_unpack(
+                payload[layout.STEP_REPLY.size : arrays_at]
+            )
+        ]
+    except KeyError as unknown:
+        raise ProtocolError(f"request status {unknown} in a STEP reply, which is not one of ours") from None
 
     def array(index: int, kind: str) -> memoryview:
         at = arrays_at + index * array_bytes
@@ -276,11 +265,11 @@ def decode_step_reply(payload: memoryview) -> StepReply:
         step_id,
         num_drafts,
         worker_us,
-        tuple(entries),
+        entries,
         array(0, "i"),
         array(1, "f"),
-        array(2, "f") if flags & StepFlag.MARGINS else None,
-        flags,
+        array(2, "f") if has_margins else None,
+        _STEP_FLAGS[raw_flags & 3],
     )
 
 
@@ -298,7 +287,8 @@ def decode_free(payload: memoryview) -> tuple[Freed, ...]:
 
 def encode_message(message: str) -> bytes:
     """The payload of a reply whose frame status is not OK: a sentence, cut at the limit."""
-    return message.encode()[: layout.MAX_MESSAGE_BYTES]
+    # Cut between characters, not inside one.
+    return message.encode()[: layout.MAX_MESSAGE_BYTES].decode(errors="ignore").encode()
 
 
 def decode_message(payload: memoryview) -> str:

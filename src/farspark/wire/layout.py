@@ -99,19 +99,19 @@ class Dtype(enum.IntEnum):
 # magic, version, operation, flags, session, sequence, frame status, reserved, payload bytes
 HEADER: Final = struct.Struct("<4sHBBQQHHI")
 # identity, Markov identity, row bytes, hidden size, ring, context, vocabulary, slots, N, taps, dtype, flags, name bytes,
-# reserved; then the engine's name
-HELLO: Final = struct.Struct("<32s32sIIIIIHHHHHHI")
+# instance; then the engine's name
+HELLO: Final = struct.Struct("<32s32sIIIIIHHHHHHQ")
 # identity, Markov identity, vocabulary, context, window, slots, rows per STEP, N, flags, kind bytes, name bytes,
 # message bytes; then kind, name, message
 WELCOME: Final = struct.Struct("<32s32sIIIIIHHHHHH")
 # step id, requests, flags, rows
 STEP: Final = struct.Struct("<QHHI")
-# slot, generation, first position, rows, anchor token, anchor position, flags, k_window, n_out, reserved
-ENTRY: Final = struct.Struct("<IIIIiIHHHH")
+# slot, generation, first position, rows, anchor token, anchor position, flags, k_window, n_out, 2 reserved bytes
+ENTRY: Final = struct.Struct("<IIIIiIHHH2x")
 # step id, requests, N, flags, reserved, worker microseconds, reserved
 STEP_REPLY: Final = struct.Struct("<QHHHHII")
-# slot, generation, window rows, status, reserved
-ENTRY_REPLY: Final = struct.Struct("<IIIHH")
+# slot, generation, window rows, status, 2 reserved bytes
+ENTRY_REPLY: Final = struct.Struct("<IIIH2x")
 # slot count; then slot, generation each
 FREE: Final = struct.Struct("<I")
 FREE_ENTRY: Final = struct.Struct("<II")

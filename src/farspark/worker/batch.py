@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`: called as long work goes on; `total` is 0 while it is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftEntry:
+class DraftEntry(NamedTuple):
     """One request of a step, already judged: its rows continue what the slot holds, its numbers are in range.
 
     The rows are positions `first_pos .. first_pos + n_rows - 1`. The anchor is the token at `first_pos + n_rows`, the

@@ -1,0 +1,535 @@
+"""Frames over TCP: a little-endian u32 length, then the frame. Standard library only.
+
+A wait first spins (the reply to a round is due within microseconds, and waking a sleeping thread takes tens of them), then
+sleeps in `poll` until the deadline. While `send` waits for a full socket it reads, up to one frame ahead: two ends that send
+one frame each at the same time finish, however small the socket buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Final
+
+from farspark.clock import Deadline
+from farspark.errors import ConfigError, ProtocolError, TransportError
+from farspark.transport.base import Piece
+from farspark.transport.endpoint import Endpoint
+
+DEFAULT_CONNECT_SPIN_US: Final = 200
+# A worker waits for the engine's next step, milliseconds away: spinning would only take a core from the drafter.
+DEFAULT_LISTEN_SPIN_US: Final = 0
+
+# A peer that vanished without a word is noticed after 5 + 3 * 2 seconds of silence, or 10 seconds after bytes that it
+# does not acknowledge. Rounds have their own, far shorter, deadline; this is what frees a dead engine's slots.
+KEEPALIVE_IDLE_S: Final = 5
+KEEPALIVE_INTERVAL_S: Final = 2
+KEEPALIVE_PROBES: Final = 3
+USER_TIMEOUT_MS: Final = 10_000
+
+_LENGTH = struct.Struct("<I")
+_MAX_LENGTH = 0xFFFFFFFF
+# What a channel starts to receive into; it grows to the largest frame met.
+_FIRST_MEMORY_BYTES = 64 * 1024
+# Memory up to this size is kept for the frames to come: pages that are warm cost a tenth of those the kernel must zero.
+_MAX_KEPT_BYTES = 4 * 1024 * 1024
+_IOV_MAX = 1024
+# Plain integers: the operators of enum.IntFlag take microseconds.
+_DONT_WAIT, _WAIT_ALL = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL)
+_BACKLOG = 128
+
+_Address = tuple[Any, ...]
+
+
+class TcpChannel:
+    """A `Channel` over one connected socket, which it owns."""
+
+    def __init__(self, sock: socket.socket, *, max_frame_bytes: int, spin_us: int) -> None:
+        # Blocking, so that a wait without a deadline is one call; everything else says MSG_DONTWAIT.
+        sock.setblocking(True)
+        _set_options(sock)
+        self._socket = sock
+        self._max_frame_bytes = max_frame_bytes
+        self._spin_s = spin_us / 1e6
+        ours, theirs = sock.getsockname(), sock.getpeername()
+        self._lane = f"tcp {_show(ours)} -> {_show(theirs)}"
+        self._theirs = _show(theirs)
+        self._poll = select.poll()
+
+        self._closing = (
+            threading.Lock()
+        )  # guards the two below: the descriptor may not be closed under a call that uses it
+        self._is_closed = False
+        self._is_busy = False
+
+        # What was received: frames that are not taken yet start at `_from`, what came last ends at `_to`. Everything in
+        # front of `_from` belongs to those who took it.
+        self._memory = bytearray(_FIRST_MEMORY_BYTES)
+        self._from = 0
+        self._to = 0
+
+    def __repr__(self) -> str:
+        return f"<TcpChannel {self._lane}{' closed' if self._is_closed else ''}>"
+
+    def __enter__(self) -> TcpChannel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def lane(self) -> str:
+        return self._lane
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        """As `Channel.send`. Raises ValueError for a frame above the wire's own 4 GiB."""
+        frame_bytes = sum([piece.nbytes if isinstance(piece, memoryview) else len(piece) for piece in pieces])
+        if frame_bytes > _MAX_LENGTH:
+            raise ValueError(f"frame of {frame_bytes} bytes, at most {_MAX_LENGTH}")
+        buffers = [_LENGTH.pack(frame_bytes), *pieces]
+        self._begin()
+        try:
+            sent = self._send_some(buffers)
+            if sent < _LENGTH.size + frame_bytes:
+                self._send_rest(buffers, sent, deadline)
+        finally:
+            self._end()
+
+    def recv(self, deadline: Deadline) -> memoryview:
+        self._begin()
+        try:
+            frame = self._take_frame()
+            if frame is None and deadline.at_s == math.inf and not self._spin_s:
+                while frame is None:
+                    self._read_some(_WAIT_ALL)
+                    frame = self._take_frame()
+            spin_until = 0.0
+            while frame is None:
+                if self._read_some(_DONT_WAIT):
+                    spin_until = 0.0
+                    frame = self._take_frame()
+                    if frame is None and deadline.has_passed():
+                        # A peer that sends a byte now and then must not hold us for ever.
+                        raise self._late("receiving a frame")
+                elif not self._spin_s:
+                    self._wait(select.POLLIN, deadline, "waiting for a frame")
+                elif not spin_until:
+                    spin_until = time.monotonic() + min(self._spin_s, deadline.left_s())
+                elif time.monotonic() >= spin_until:
+                    self._wait(select.POLLIN, deadline, "waiting for a frame")
+            return frame
+        finally:
+            self._end()
+
+    def close(self) -> None:
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if self._is_busy:
+                # Wakes the thread inside; it closes the descriptor on its way out.
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+            else:
+                self._socket.close()
+
+    def _begin(self) -> None:
+        with self._closing:
+            if self._is_closed:
+                raise TransportError(f"{self._lane}: closed")
+            self._is_busy = True
+
+    def _end(self) -> None:
+        with self._closing:
+            self._is_busy = False
+            if self._is_closed:
+                self._socket.close()
+
+    def _send_some(self, buffers: Sequence[Piece]) -> int:
+        """Hand over what fits without waiting; the number of bytes."""
+        try:
+            return self._socket.sendmsg(buffers if len(buffers) <= _IOV_MAX else buffers[:_IOV_MAX], (), _DONT_WAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def _send_rest(self, buffers: Sequence[Piece], sent: int, deadline: Deadline) -> None:
+        rest = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        started = sent > 0
+        while True:
+            while rest and sent >= len(rest[0]):
+                sent -= len(rest[0])
+                del rest[0]
+            if not rest:
+                return
+            if sent:
+                rest[0] = rest[0][sent:]
+            interest = select.POLLOUT if self._has_frame() else select.POLLOUT | select.POLLIN
+            try:
+                ready = self._wait(interest, deadline, "sending a frame")
+            except TimeoutError as error:
+                if started:
+                    self.close()
+                    raise TimeoutError(f"{error}; closed, because a part of the frame was sent") from None
+                raise
+            if ready & ~select.POLLOUT and not self._has_frame():
+                self._read_some(_DONT_WAIT)
+            sent = self._send_some(rest)
+            started = started or sent > 0
+
+    def _read_some(self, flags: int) -> bool:
+        """One read towards the next frame; False if nothing is there and `flags` forbids to wait."""
+        if self._from:
+            self._move_to_front()
+        to = self._to
+        try:
+            if to < _LENGTH.size:
+                into = memoryview(self._memory)[to:] if to else self._memory
+                count = self._socket.recv_into(into, 0, flags & _DONT_WAIT)
+            else:
+                end = _LENGTH.size + self._next_length()
+                if end > len(self._memory):
+                    larger = bytearray(end)
+                    larger[:to] = self._memory[:to]
+                    self._memory = larger
+                count = self._socket.recv_into(memoryview(self._memory)[to:end], 0, flags)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._gone(error) from error
+        if not count:
+            raise self._ended()
+        self._to = to + count
+        return True
+
+    def _next_length(self) -> int:
+        """The length of the frame at `_from`, which must be there. Raises ProtocolError, and closes, above the limit."""
+        (length,) = _LENGTH.unpack_from(self._memory, self._from)
+        # On the length alone, so that a hostile one never reserves memory.
+        if length > self._max_frame_bytes:
+            self.close()
+            raise ProtocolError(f"{self._lane}: frame of {length} bytes announced, at most {self._max_frame_bytes}")
+        return int(length)
+
+    def _move_to_front(self) -> None:
+        """Make room: in the same memory if nobody looks at a frame in it any more, else in fresh memory."""
+        start, self._from = self._from, 0
+        rest = self._memory[start : self._to]
+        self._to = len(rest)
+        if len(self._memory) <= _MAX_KEPT_BYTES:
+            try:
+                # A bytearray refuses to change its length as long as a view of it lives anywhere.
+                self._memory.append(0)
+                self._memory.pop()
+            except BufferError:
+                self._memory = bytearray(len(self._memory))
+        else:
+            self._memory = bytearray(max(_FIRST_MEMORY_BYTES, len(rest)))
+        self._memory[: len(rest)] = rest
+
+    def _has_frame(self) -> bool:
+        have = self._to - self._from - _LENGTH.size
+        return have >= 0 and have >= self._next_length()
+
+    def _take_frame(self) -> memoryview | None:
+        start = self._from + _LENGTH.size
+        if start > self._to:
+            return None
+        end = start + self._next_length()
+        if end > self._to:
+            return None
+        self._from = end
+        return memoryview(self._memory)[start:end]
+
+    def _wait(self, interest: int, deadline: Deadline, what: str) -> int:
+        """Sleep until the socket is ready for `interest`; the events. Raises TimeoutError at the deadline."""
+        self._poll.register(self._socket, interest)
+        while not deadline.has_passed():
+            left_s = deadline.left_s()
+            events = self._poll.poll(None if left_s == math.inf else math.ceil(left_s * 1000))
+            if events:
+                return events[0][1]
+        raise self._late(what)
+
+    def _late(self, what: str) -> TimeoutError:
+        return TimeoutError(f"{self._lane}: deadline passed while {what}")
+
+    def _ended(self) -> TransportError:
+        closed_here = self._is_closed
+        self.close()
+        if closed_here:
+            return TransportError(f"{self._lane}: closed")
+        partial = self._to - self._from
+        if not partial:
+            return TransportError(f"{self._lane}: closed by the peer")
+        if partial < _LENGTH.size:
+            return TransportError(f"{self._lane}: closed by the peer after {partial} bytes of a frame's length")
+        return TransportError(
+            f"{self._lane}: closed by the peer after {partial - _LENGTH.size} of {self._next_length()} bytes of a frame"
+        )
+
+    def _gone(self, error: OSError) -> TransportError:
+        closed_here = self._is_closed
+        self.close()
+        return TransportError(f"{self._lane}: {'closed' if closed_here else error.strerror or error}")
+
+
+class TcpListener:
+    """A `Listener` over one listening socket, which it owns."""
+
+    def __init__(self, sock: socket.socket, *, max_frame_bytes: int, spin_us: int) -> None:
+        self._socket = sock
+        self._max_frame_bytes = max_frame_bytes
+        self._spin_us = spin_us
+        host, port = sock.getsockname()[:2]
+        self._endpoint = str(Endpoint("tcp", host, port))
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._closing = threading.Lock()  # as in TcpChannel
+        self._is_closed = False
+        self._is_busy = False
+
+    def __repr__(self) -> str:
+        return f"<TcpListener {self._endpoint}{' closed' if self._is_closed else ''}>"
+
+    def __enter__(self) -> TcpListener:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    def accept(self, deadline: Deadline) -> TcpChannel:
+        with self._closing:
+            if self._is_closed:
+                raise TransportError(f"{self._endpoint}: closed")
+            self._is_busy = True
+        try:
+            return self._accept(deadline)
+        finally:
+            with self._closing:
+                self._is_busy = False
+                if self._is_closed:
+                    self._socket.close()
+
+    def _accept(self, deadline: Deadline) -> TcpChannel:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                pass
+            except OSError as error:
+                if self._is_closed:
+                    raise TransportError(f"{self._endpoint}: closed") from None
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    raise TransportError(f"{self._endpoint}: {error.strerror}") from error
+                # Out of descriptors or memory: the caller's deadline and its next call are the retry.
+                time.sleep(min(0.05, deadline.left_s()))
+            else:
+                try:
+                    return TcpChannel(sock, max_frame_bytes=self._max_frame_bytes, spin_us=self._spin_us)
+                except OSError:
+                    sock.close()  # the peer went away between its connect and our accept
+            if self._is_closed:
+                raise TransportError(f"{self._endpoint}: closed")
+            if deadline.has_passed():
+                raise TimeoutError(f"{self._endpoint}: deadline passed while waiting for a connection")
+            left_s = deadline.left_s()
+            self._poll.poll(None if left_s == math.inf else math.ceil(left_s * 1000))
+
+    def close(self) -> None:
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if self._is_busy:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+            else:
+                self._socket.close()
+
+
+def connect(endpoint: Endpoint, deadline: Deadline, *, max_frame_bytes: int) -> TcpChannel:
+    """Try every address of the host in turn. As `farspark.transport.connect`."""
+    if not endpoint.port:
+        raise ConfigError(f"endpoint {endpoint}: port 0 is for listening; connect to the port that the worker printed")
+    addresses = _resolve(endpoint, deadline)
+    failures = []
+    for tried, (family, address) in enumerate(addresses):
+        # An address that swallows packets may not use up the time of those behind it.
+        share = deadline.left_s() / (len(addresses) - tried)
+        own = deadline if tried == len(addresses) - 1 else Deadline(deadline.clock() + share, deadline.clock)
+        try:
+            sock = _connect_one(endpoint, family, address, own)
+        except TimeoutError:
+            failures.append(f"{_show(address)}: no answer in time")
+            if deadline.has_passed():
+                raise TimeoutError(f"endpoint {endpoint}: {'; '.join(failures)}") from None
+        except OSError as error:
+            failures.append(f"{_show(address)}: {_reason(error)}")
+        else:
+            spin_us = DEFAULT_CONNECT_SPIN_US if endpoint.spin_us is None else endpoint.spin_us
+            try:
+                return TcpChannel(sock, max_frame_bytes=max_frame_bytes, spin_us=spin_us)
+            except OSError as error:
+                sock.close()
+                failures.append(f"{_show(address)}: {_reason(error)}")
+    raise TransportError(f"endpoint {endpoint}: {'; '.join(failures)}")
+
+
+def _connect_one(endpoint: Endpoint, family: int, address: _Address, deadline: Deadline) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        if endpoint.bind:
+            _bind(sock, endpoint, family)
+        code = sock.connect_ex(address)
+        if code == errno.EINPROGRESS:
+            _wait_connected(sock, deadline)
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, errno.errorcode.get(code, "?"))
+        # A connect to a free port of the ephemeral range can meet itself; then nobody listens there.
+        if sock.getsockname() == sock.getpeername():
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "connected to itself")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _wait_connected(sock: socket.socket, deadline: Deadline) -> None:
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT)
+    while True:
+        left_s = deadline.left_s()
+        if poll.poll(None if left_s == math.inf else math.ceil(left_s * 1000)):
+            return
+        if deadline.has_passed():
+            raise TimeoutError("no answer in time")
+
+
+def _bind(sock: socket.socket, endpoint: Endpoint, family: int) -> None:
+    try:
+        ((_, _, _, _, address),) = socket.getaddrinfo(
+            endpoint.bind, 0, family, socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[:1]
+    except OSError:
+        raise OSError(errno.EAFNOSUPPORT, f"bind={endpoint.bind} is of another address family") from None
+    try:
+        sock.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"endpoint {endpoint}: cannot bind to {endpoint.bind}: {error.strerror}; is it an address of this machine?"
+        ) from error
+
+
+def listen(endpoint: Endpoint, *, max_frame_bytes: int) -> TcpListener:
+    """Listen on the first address of the host that can be bound. As `farspark.transport.listen`."""
+    if endpoint.bind:
+        raise ConfigError(f"endpoint {endpoint}: bind= is for connecting; listening binds to its host already")
+    try:
+        addresses = _resolve(endpoint, Deadline.never())
+    except TransportError as error:
+        raise ConfigError(str(error)) from error
+    failures = []
+    for family, address in addresses:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            # Without it a restarted worker could not bind while old connections linger in TIME_WAIT.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(_BACKLOG)
+        except OSError as error:
+            sock.close()
+            failures.append(f"{_show(address)}: {_reason(error)}")
+        else:
+            spin_us = DEFAULT_LISTEN_SPIN_US if endpoint.spin_us is None else endpoint.spin_us
+            return TcpListener(sock, max_frame_bytes=max_frame_bytes, spin_us=spin_us)
+    raise ConfigError(f"endpoint {endpoint}: cannot listen: {'; '.join(failures)}")
+
+
+def _resolve(endpoint: Endpoint, deadline: Deadline) -> list[tuple[int, _Address]]:
+    """The host's addresses as (family, sockaddr), in the system's order of preference.
+
+    A literal needs no look-up. A look-up cannot be given a deadline, so a name is looked up on a thread of its own, which
+    is left behind if it is late.
+    """
+    try:
+        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        found = _look_up(endpoint, deadline)
+    addresses: list[tuple[int, _Address]] = []
+    for family, _, _, _, address in found:
+        if (family, address) not in addresses:
+            addresses.append((family, address))
+    return addresses
+
+
+def _look_up(endpoint: Endpoint, deadline: Deadline) -> list[Any]:
+    outcome: list[list[Any] | OSError] = []
+
+    def look_up() -> None:
+        try:
+            outcome.append(socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM))
+        except OSError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=look_up, name=f"look up {endpoint.host}", daemon=True)
+    thread.start()
+    left_s = deadline.left_s()
+    thread.join(None if left_s == math.inf else left_s)
+    if not outcome:
+        raise TimeoutError(f"endpoint {endpoint}: deadline passed while looking up the name {endpoint.host!r}")
+    if isinstance(outcome[0], OSError):
+        raise TransportError(
+            f"endpoint {endpoint}: name {endpoint.host!r} not found: {outcome[0].strerror}"
+        ) from outcome[0]
+    return outcome[0]
+
+
+def _set_options(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+
+
+_REASONS = {
+    errno.ECONNREFUSED: "connection refused: nothing listens there",
+    errno.EHOSTUNREACH: "no route to this host",
+    errno.ENETUNREACH: "no route to this network",
+    errno.ETIMEDOUT: "no answer in time",
+    errno.ECONNRESET: "connection reset by the peer",
+    errno.EADDRINUSE: "the port is in use; stop what listens there or choose another",
+    errno.EADDRNOTAVAIL: "not an address of this machine",
+    errno.EACCES: "not permitted; ports below 1024 need privileges",
+}
+
+
+def _reason(error: OSError) -> str:
+    return _REASONS.get(error.errno or 0) or error.strerror or str(error)
+
+
+def _show(address: _Address) -> str:
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,453 @@
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farspark.errors import ProtocolError
+from farspark.wire import codec, layout
+from farspark.wire.layout import (
+    Dtype,
+    EntryFlag,
+    FrameStatus,
+    HeaderFlag,
+    HelloFlag,
+    Operation,
+    RequestStatus,
+    StepFlag,
+)
+from farspark.wire.messages import Entry, EntryReply, Freed, Header, Hello, StepReply, Welcome
+
+ID_A, ID_B = bytes(range(32)), bytes(range(32, 64))
+
+
+def ints(*values: int) -> memoryview:
+    return memoryview(struct.pack(f"<{len(values)}i", *values)).cast("i")
+
+
+def floats(*values: float) -> memoryview:
+    return cast(memoryview, memoryview(struct.pack(f"<{len(values)}f", *values)).cast("f"))
+
+
+HEADER = Header(Operation.PING, 0x1122334455667788, 9, 3, HeaderFlag.REPLY, FrameStatus.BUSY)
+HEADER_BYTES = bytes.fromhex("4653504b 0100 03 01 8877665544332211 0900000000000000 0700 0000 03000000")
+
+HELLO = Hello(
+    engine="spark-1",
+    identity=ID_A,
+    markov_identity=ID_B,
+    row_bytes=24576,
+    taps=3,
+    hidden_size=4096,
+    dtype=Dtype.BF16,
+    ring=128,
+    context=4096,
+    num_drafts=5,
+    slots=4,
+    vocab_size=129280,
+    flags=HelloFlag.MARGINS,
+    instance=0x0807060504030201,
+)
+HELLO_BYTES = (
+    ID_A
+    + ID_B
+    + bytes.fromhex("00600000 00100000 80000000 00100000 00f90100 0400 0500 0300 0100 0100 0700 0102030405060708")
+    + b"spark-1"
+)
+
+WELCOME = Welcome(
+    worker="w",
+    kind="Qwen3",
+    identity=ID_A,
+    markov_identity=bytes(32),
+    vocab_size=129280,
+    context=128,
+    window=127,
+    slots=8,
+    max_rows=4096,
+    num_drafts=5,
+    flags=HelloFlag.SAMPLED,
+    message="no: é",
+)
+WELCOME_BYTES = (
+    ID_A
+    + bytes(32)
+    + bytes.fromhex("00f90100 80000000 7f000000 08000000 00100000 0500 0200 0500 0100 0600 0000")
+    + b"Qwen3wno: \xc3\xa9"
+)
+
+ENTRIES = [
+    Entry(1, 2, 10, 1, 7, 11, EntryFlag.NEED_DRAFT | EntryFlag.RESYNC, 5, 3),
+    Entry(3, 0xFFFFFFFF, 0, 2, -1, 2, EntryFlag.NEW_GEN),
+]
+ROWS = b"\xaa\xbb" * 3  # three rows of two bytes
+STEP_BYTES = (
+    bytes.fromhex("0500000000000000 0200 0100 03000000")
+    + bytes.fromhex("01000000 02000000 0a000000 01000000 07000000 0b000000 0500 0500 0300 0000")
+    + bytes.fromhex("03000000 ffffffff 00000000 02000000 ffffffff 02000000 0200 0000 0000 0000")
+    + ROWS
+)
+
+REPLY = StepReply(
+    5,
+    2,
+    321,
+    [EntryReply(1, 2, 11, RequestStatus.OK), EntryReply(3, 4, 0, RequestStatus.GAP)],
+    ints(100, 200, 0, 0),
+    floats(1.0, 0.5, 0.0, 0.0),
+    floats(2.0, 0.25, 0.0, 0.0),
+    StepFlag.MARGINS,
+)
+REPLY_BYTES = (
+    bytes.fromhex("0500000000000000 0200 0200 0100 0000 41010000 00000000")
+    + bytes.fromhex("01000000 02000000 0b000000 0000 0000")
+    + bytes.fromhex("03000000 04000000 00000000 0500 0000")
+    + bytes.fromhex("64000000 c8000000 00000000 00000000")
+    + bytes.fromhex("0000803f 0000003f 00000000 00000000")
+    + bytes.fromhex("00000040 0000803e 00000000 00000000")
+)
+
+FREED = (Freed(1, 2), Freed(3, 4))
+FREE_BYTES = bytes.fromhex("02000000 01000000 02000000 03000000 04000000")
+
+
+def same_reply(one: StepReply, other: StepReply) -> bool:
+    return (
+        (one.step_id, one.num_drafts, one.worker_us, one.flags)
+        == (other.step_id, other.num_drafts, other.worker_us, other.flags)
+        and list(one.entries) == list(other.entries)
+        and one.tokens.tobytes() == other.tokens.tobytes()
+        and one.confidences.tobytes() == other.confidences.tobytes()
+        and (one.margins is None) == (other.margins is None)
+        and (one.margins is None or other.margins is None or one.margins.tobytes() == other.margins.tobytes())
+    )
+
+
+def test_a_frame_is_these_bytes() -> None:
+    frame = codec.encode_frame(HEADER, b"xyz")
+    assert frame == HEADER_BYTES + b"xyz"
+    header, payload = codec.decode_frame(memoryview(frame))
+    assert header == HEADER
+    assert header.is_reply
+    assert isinstance(header.operation, Operation)
+    assert isinstance(header.status, FrameStatus)
+    assert bytes(payload) == b"xyz"
+
+
+def test_the_payload_length_is_the_payloads_whatever_the_header_says() -> None:
+    header, _ = codec.decode_frame(memoryview(codec.encode_frame(HEADER._replace(payload_bytes=99), b"1")))
+    assert header.payload_bytes == 1
+
+
+def test_an_operation_a_status_and_a_version_that_are_not_ours_come_as_numbers() -> None:
+    frame = bytearray(HEADER_BYTES[:28] + bytes(4))
+    frame[4:7] = b"\x07\x00\xc8"
+    frame[7] = 0xFE
+    frame[24:26] = b"\xe8\x03"
+    header, _ = codec.decode_frame(memoryview(frame))
+    assert (header.version, header.operation, header.status, header.flags) == (7, 200, 1000, 0)
+    assert not header.is_reply
+
+
+@pytest.mark.parametrize("size", range(32))
+def test_a_frame_shorter_than_its_header_is_refused(size: int) -> None:
+    with pytest.raises(ProtocolError, match=f"frame of {size} bytes, a header needs 32"):
+        codec.decode_frame(memoryview(HEADER_BYTES[:size]))
+
+
+def test_a_wrong_magic_and_a_wrong_length_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="magic b'HTTP'"):
+        codec.decode_frame(memoryview(b"HTTP" + HEADER_BYTES[4:] + b"xyz"))
+    for payload in (b"", b"xy", b"xyz0"):
+        with pytest.raises(ProtocolError, match=f"announces 3 payload bytes, the frame has {len(payload)}"):
+            codec.decode_frame(memoryview(HEADER_BYTES + payload))
+
+
+def test_hello_is_these_bytes() -> None:
+    assert codec.encode_hello(HELLO) == HELLO_BYTES
+    assert codec.decode_hello(memoryview(HELLO_BYTES)) == HELLO
+
+
+def test_welcome_is_these_bytes() -> None:
+    assert codec.encode_welcome(WELCOME) == WELCOME_BYTES
+    assert codec.decode_welcome(memoryview(WELCOME_BYTES)) == WELCOME
+
+
+def test_a_step_is_these_bytes_and_its_rows_are_a_view() -> None:
+    head = codec.encode_step_head(0x77, 4, 5, ENTRIES, len(ROWS), StepFlag.MARGINS)
+    header, payload = codec.decode_frame(memoryview(head + ROWS))
+    assert header == Header(Operation.STEP, 0x77, 4, len(STEP_BYTES))
+    assert payload == STEP_BYTES
+    step = codec.decode_step(payload, 2)
+    assert (step.step_id, step.flags) == (5, StepFlag.MARGINS)
+    assert list(step.entries) == ENTRIES
+    assert step.rows == ROWS
+    assert step.rows.obj is payload.obj
+    assert [(one.needs_draft, one.is_new) for one in step.entries] == [(True, False), (False, True)]
+
+
+def test_a_step_reply_is_these_bytes_and_its_arrays_are_views() -> None:
+    assert codec.encode_step_reply(REPLY) == REPLY_BYTES
+    payload = memoryview(REPLY_BYTES)
+    reply = codec.decode_step_reply(payload)
+    assert same_reply(reply, REPLY)
+    assert reply.tokens.tolist() == [100, 200, 0, 0]
+    assert reply.confidences.tolist() == [1.0, 0.5, 0.0, 0.0]
+    assert reply.margins is not None
+    assert reply.margins.tolist() == [2.0, 0.25, 0.0, 0.0]
+    assert reply.tokens.obj is payload.obj
+
+
+def test_a_step_reply_without_margins_has_two_arrays() -> None:
+    plain = StepReply(1, 2, 0, REPLY.entries, REPLY.tokens, REPLY.confidences)
+    encoded = codec.encode_step_reply(plain)
+    assert encoded == struct.pack("<QHHHHII", 1, 2, 2, 0, 0, 0, 0) + REPLY_BYTES[24:-16]
+    assert codec.decode_step_reply(memoryview(encoded)).margins is None
+
+
+def test_free_is_these_bytes() -> None:
+    assert codec.encode_free(FREED) == FREE_BYTES
+    assert codec.decode_free(memoryview(FREE_BYTES)) == FREED
+    assert codec.decode_free(memoryview(codec.encode_free(()))) == ()
+
+
+DECODERS: list[tuple[str, Callable[[memoryview], Any], bytes]] = [
+    ("HELLO", codec.decode_hello, HELLO_BYTES),
+    ("WELCOME", codec.decode_welcome, WELCOME_BYTES),
+    ("STEP", lambda payload: codec.decode_step(payload, 2), STEP_BYTES),
+    ("STEP reply", codec.decode_step_reply, REPLY_BYTES),
+    ("FREE", codec.decode_free, FREE_BYTES),
+]
+
+
+@pytest.mark.parametrize(("what", "decode", "whole"), DECODERS, ids=[what for what, _, _ in DECODERS])
+def test_every_truncation_and_every_tail_is_refused(
+    what: str, decode: Callable[[memoryview], Any], whole: bytes
+) -> None:
+    decode(memoryview(whole))
+    for size in range(len(whole)):
+        with pytest.raises(ProtocolError):
+            decode(memoryview(whole[:size]))
+    for tail in (b"\0", b"tail"):
+        with pytest.raises(ProtocolError):
+            decode(memoryview(whole + tail))
+
+
+@pytest.mark.parametrize(("what", "decode", "whole"), DECODERS, ids=[what for what, _, _ in DECODERS])
+@given(data=st.data())
+def test_any_bytes_are_a_message_or_a_protocol_error(
+    what: str, decode: Callable[[memoryview], Any], whole: bytes, data: st.DataObject
+) -> None:
+    mutated = bytearray(whole)
+    for at, value in data.draw(st.lists(st.tuples(st.integers(0, len(whole) - 1), st.integers(0, 255)), max_size=4)):
+        mutated[at] = value
+    for payload in (bytes(mutated), data.draw(st.binary(max_size=200))):
+        try:
+            decode(memoryview(payload))
+        except ProtocolError:
+            pass
+
+
+@given(st.binary(max_size=80))
+def test_any_bytes_are_a_frame_or_a_protocol_error(raw: bytes) -> None:
+    for frame in (raw, HEADER_BYTES[:4] + raw, HEADER_BYTES[:28] + struct.pack("<I", len(raw)) + raw):
+        try:
+            codec.decode_frame(memoryview(frame))
+        except ProtocolError:
+            pass
+
+
+@pytest.mark.parametrize("requests", [3, 4097, 0xFFFF])
+def test_an_absurd_count_of_requests_reserves_no_memory(requests: int) -> None:
+    with pytest.raises(ProtocolError, match="requests"):
+        codec.decode_step(memoryview(struct.pack("<QHHI", 1, requests, 0, 0)), 2)
+    with pytest.raises(ProtocolError, match="requests"):
+        codec.decode_step_reply(memoryview(struct.pack("<QHHHHII", 1, requests, 5, 0, 0, 0, 0)))
+
+
+def test_absurd_counts_of_rows_drafts_and_slots_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="4294967295 rows of 24576 bytes"):
+        codec.decode_step(memoryview(struct.pack("<QHHI", 1, 0, 0, 0xFFFFFFFF)), 24576)
+    with pytest.raises(ProtocolError, match="by 65 drafts"):
+        codec.decode_step_reply(memoryview(struct.pack("<QHHHHII", 1, 0, 65, 0, 0, 0, 0)))
+    with pytest.raises(ProtocolError, match="4294967295 slots"):
+        codec.decode_free(memoryview(b"\xff\xff\xff\xff"))
+
+
+def test_entries_that_do_not_add_up_to_the_rows_are_refused() -> None:
+    wrong = bytearray(STEP_BYTES)
+    wrong[16 + 12] = 2
+    with pytest.raises(ProtocolError, match="announces 3 rows, its entries 4"):
+        codec.decode_step(memoryview(wrong), 2)
+
+
+def test_a_request_status_that_is_not_ours_is_refused() -> None:
+    wrong = bytearray(REPLY_BYTES)
+    wrong[24 + 12] = 99
+    with pytest.raises(ProtocolError, match="request status 99 in a STEP reply"):
+        codec.decode_step_reply(memoryview(wrong))
+
+
+def test_unknown_flags_are_ignored() -> None:
+    step = bytearray(STEP_BYTES)
+    step[10:12] = b"\xff\xff"
+    step[16 + 24 : 16 + 26] = b"\xff\xff"
+    decoded = codec.decode_step(memoryview(step), 2)
+    assert decoded.flags == StepFlag.MARGINS | StepFlag.SAMPLED
+    assert decoded.entries[0].flags == EntryFlag.NEED_DRAFT | EntryFlag.NEW_GEN | EntryFlag.RESYNC
+    hello = bytearray(HELLO_BYTES)
+    hello[92:94] = b"\xff\xff"
+    assert codec.decode_hello(memoryview(hello)).flags == HelloFlag.MARGINS | HelloFlag.SAMPLED
+
+
+def test_encoding_a_value_of_ours_that_cannot_be_is_an_error() -> None:
+    with pytest.raises(ValueError, match="identity of 31 bytes"):
+        codec.encode_hello(replace(HELLO, identity=bytes(31)))
+    with pytest.raises(ValueError, match="text of 257 bytes, at most 256"):
+        codec.encode_hello(replace(HELLO, engine="n" * 257))
+    with pytest.raises(ValueError, match="text of 4097 bytes"):
+        codec.encode_welcome(replace(WELCOME, message="n" * 4097))
+    with pytest.raises(ValueError, match="format 'f', 16 bytes; expected 'i', 16"):
+        codec.encode_step_reply(replace(REPLY, tokens=REPLY.confidences))
+    with pytest.raises(ValueError, match="12 bytes; expected 'f', 16"):
+        codec.encode_step_reply(replace(REPLY, margins=floats(1, 2, 3)))
+    with pytest.raises(ValueError, match="without margins"):
+        codec.encode_step_reply(replace(REPLY, margins=None))
+    with pytest.raises(ValueError, match="STEP entry"):
+        codec.encode_step_head(1, 1, 1, [ENTRIES[0]._replace(first_pos=-1)], 0)
+
+
+def test_worker_time_saturates() -> None:
+    encoded = codec.encode_step_reply(replace(REPLY, worker_us=1 << 40))
+    assert codec.decode_step_reply(memoryview(encoded)).worker_us == 0xFFFFFFFF
+
+
+def test_a_message_is_cut_at_its_limit_and_read_whatever_it_holds() -> None:
+    assert codec.decode_message(memoryview(codec.encode_message("no, because é"))) == "no, because é"
+    assert len(codec.encode_message("é" * 5000)) <= layout.MAX_MESSAGE_BYTES
+    assert codec.decode_message(memoryview(codec.encode_message("é" * 5000))) == "é" * 2048
+    assert codec.decode_message(memoryview(codec.encode_message("x" + "é" * 5000))) == "x" + "é" * 2047
+    assert "\ufffd" in codec.decode_message(memoryview(b"\xff\xfe"))
+
+
+def test_a_refusal_is_read_from_a_welcome_and_from_a_sentence() -> None:
+    assert codec.decode_refusal(Operation.HELLO, memoryview(WELCOME_BYTES)) == "no: é"
+    assert codec.decode_refusal(Operation.HELLO, memoryview(b"a sentence")) == "a sentence"
+    assert codec.decode_refusal(Operation.STEP, memoryview(WELCOME_BYTES)).startswith("\x00\x01")
+
+
+u16, u32, u64 = st.integers(0, 0xFFFF), st.integers(0, 0xFFFFFFFF), st.integers(0, 2**64 - 1)
+digests = st.binary(min_size=32, max_size=32)
+names = st.text(max_size=60)
+hello_flags = st.sampled_from([HelloFlag(bits) for bits in range(4)])
+
+
+@given(
+    st.builds(
+        Hello,
+        engine=names,
+        identity=digests,
+        markov_identity=digests,
+        row_bytes=u32,
+        taps=u16,
+        hidden_size=u32,
+        dtype=u16,
+        ring=u32,
+        context=u32,
+        num_drafts=u16,
+        slots=u16,
+        vocab_size=u32,
+        flags=hello_flags,
+        instance=st.integers(0, 2**64 - 1),
+    )
+)
+def test_hello_round_trips(hello: Hello) -> None:
+    assert codec.decode_hello(memoryview(codec.encode_hello(hello))) == hello
+
+
+@given(
+    st.builds(
+        Welcome,
+        worker=names,
+        kind=names,
+        identity=digests,
+        markov_identity=digests,
+        vocab_size=u32,
+        context=u32,
+        window=u32,
+        slots=u32,
+        max_rows=u32,
+        num_drafts=u16,
+        flags=hello_flags,
+        message=st.text(max_size=300),
+    )
+)
+def test_welcome_round_trips(welcome: Welcome) -> None:
+    assert codec.decode_welcome(memoryview(codec.encode_welcome(welcome))) == welcome
+
+
+@given(st.lists(st.builds(Freed, u32, u32), max_size=20))
+def test_free_round_trips(freed: list[Freed]) -> None:
+    assert codec.decode_free(memoryview(codec.encode_free(freed))) == tuple(freed)
+
+
+entries = st.builds(
+    Entry,
+    u32,
+    u32,
+    u32,
+    st.integers(0, 5),
+    st.integers(-(2**31), 2**31 - 1),
+    u32,
+    st.sampled_from([EntryFlag(bits) for bits in range(8)]),
+    u16,
+    u16,
+)
+
+
+@given(
+    st.lists(entries, max_size=12),
+    u64,
+    u64,
+    u64,
+    st.sampled_from([StepFlag(bits) for bits in range(4)]),
+    st.integers(1, 9),
+)
+def test_a_step_round_trips(
+    sent: list[Entry], session: int, sequence: int, step_id: int, flags: StepFlag, row_bytes: int
+) -> None:
+    rows = bytes(row_bytes * sum(entry.n_rows for entry in sent))
+    head = codec.encode_step_head(session, sequence, step_id, sent, len(rows), flags)
+    header, payload = codec.decode_frame(memoryview(head + rows))
+    assert (header.operation, header.session, header.sequence) == (Operation.STEP, session, sequence)
+    step = codec.decode_step(payload, row_bytes)
+    assert (step.step_id, step.flags, list(step.entries), bytes(step.rows)) == (step_id, flags, sent, rows)
+
+
+@given(st.data(), st.integers(0, 12), st.integers(0, 8), st.booleans())
+def test_a_step_reply_round_trips(data: st.DataObject, requests: int, num_drafts: int, has_margins: bool) -> None:
+    count = requests * num_drafts
+
+    def array(kind: str) -> memoryview:
+        raw = data.draw(st.binary(min_size=4 * count, max_size=4 * count))
+        return cast(memoryview, memoryview(raw).cast(kind))  # type: ignore[call-overload]
+
+    reply = StepReply(
+        data.draw(u64),
+        num_drafts,
+        data.draw(u32),
+        [
+            EntryReply(data.draw(u32), data.draw(u32), data.draw(u32), data.draw(st.sampled_from(RequestStatus)))
+            for _ in range(requests)
+        ],
+        array("i"),
+        array("f"),
+        array("f") if has_margins else None,
+        StepFlag.MARGINS if has_margins else StepFlag(0),
+    )
+    assert same_reply(codec.decode_step_reply(memoryview(codec.encode_step_reply(reply))), reply)
