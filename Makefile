@@ -6,10 +6,12 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.farspark-ready
 PACKAGES := packages/vllm-cpu-engine packages/smollm2-drafter
 PYTEST_ARGS ?=
+ROUNDS ?= 20000
+SEED ?=
 PROMPT ?=
 DEMO_ARGS ?=
 
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test sim check format bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -34,6 +36,9 @@ demo: $(READY) ## real vLLM with remote drafts; PROMPT='…' for your own, DEMO_
 
 test: $(READY) ## every test that needs no GPU, real vLLM included
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+sim: $(READY) ## random engine programs against a real worker; ROUNDS=20000 SEED=…
+	$(BIN)/python -m tests.sim --rounds $(ROUNDS) $(if $(SEED),--seed $(SEED))
 
 check: $(READY) ## format, lint, types
 	$(BIN)/ruff format --check .

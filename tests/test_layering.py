@@ -14,7 +14,7 @@ SRC = Path(__file__).parent.parent / "src" / "farspark"
 
 # Rooms, the most specific prefix wins. A file in no room is an error: it has not been decided where it belongs.
 CORE = {"errors", "clock", "stats"}
-ENGINE_CORE = {f"engine.{name}" for name in ("config", "slots", "result", "shadow", "shape", "stats_file")}
+ENGINE_CORE = {f"engine.{name}" for name in ("breaker", "config", "slots", "result", "shadow", "shape", "stats_file")}
 MAY_IMPORT: dict[str, set[str]] = {
     "": set(),
     "__main__": {"cli"},
@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transport": {"errors", "clock", "transport"},
     "engine": set(),
     "engine.config": {"errors", "transport.endpoint"},
+    "engine.breaker": set(),
     "engine.slots": CORE | {"wire"},
     "engine.result": CORE | {"wire"},
     "engine.shadow": CORE | {"wire"},
@@ -35,11 +36,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.gather": CORE | ENGINE_CORE | {"engine.gather", "engine.round"},
     "engine.vllm": CORE | ENGINE_CORE | {"wire", "engine.client", "engine.round", "engine.gather", "engine.vllm", ""},
     "worker": set(),
-    "worker.config": CORE | {"transport.endpoint"},
+    "worker.config": CORE | {"transport.endpoint", "wire.layout"},
     "worker.batch": set(),
     "worker.session": CORE | {"wire", "worker.batch"},
     "worker.server": CORE | {"wire", "transport", "worker.config", "worker.batch", "worker.session"},
-    "worker.checkpoint": CORE | {"worker.batch"},
+    "worker.checkpoint": CORE | {"worker.batch", "worker.checkpoint"},
     "worker.context": CORE | {"worker.batch"},
     "worker.drafter": CORE | {"worker.batch", "worker.checkpoint", "worker.context", "worker.models"},
     "worker.models": CORE | {"worker.checkpoint", "worker.models"},

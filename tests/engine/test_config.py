@@ -35,6 +35,7 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     assert config.markov_identity == bytes(32)
     assert config.want_margin
     assert not config.strict_start
+    assert (config.trip, config.cooldown) == (3, 256)
     assert config.log_every == 1024
     assert not read(POLICY="capacity").want_margin
 
@@ -53,6 +54,8 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         ("TIMEOUT_MS", "inf", "1 or more"),
         ("CONNECT_TIMEOUT_MS", "0", "1 or more"),
         ("BACKOFF_MS", "0", "1 or more"),
+        ("TRIP", "-1", "0 = off"),
+        ("COOLDOWN", "0", "1 or more"),
         ("STRICT_START", "maybe", "1/true/on/yes"),
         ("WANT_MARGIN", "2", "1/true/on/yes"),
         ("CONTEXT", "0", "1 or more"),

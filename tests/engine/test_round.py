@@ -262,3 +262,47 @@ def test_a_status_that_contradicts_the_request_is_a_fault() -> None:
     assert "NOT_NEEDED though a draft was asked for" in (
         fault_of(reply([0, 0, 0], [0, 0, 0], RequestStatus.NOT_NEEDED)) or ""
     )
+
+
+def test_the_breaker_keeps_rounds_at_home_and_the_probe_brings_drafts_back() -> None:
+    with World(trip=2, cooldown=3) as world:
+        request = world.admit(0)
+        good(world, Row(request, 4, sampled=True))
+        world.drafter.fail_next = 2
+        for _ in range(2):
+            failed(world, Row(request, 1, sampled=True))
+        calls = world.drafter.calls
+        for _ in range(3):
+            failed(world, Row(request, 1, sampled=True))
+        assert world.drafter.calls == calls
+        assert world.stats.count("fallback_cooldown") == 3
+        good(world, Row(request, 1, sampled=True))
+        assert (world.stats.count("breaker_trips"), world.stats.count("breaker_recoveries")) == (1, 1)
+
+
+def test_the_breaker_does_not_count_rounds_that_asked_for_nothing_or_had_no_connection() -> None:
+    with World(trip=1) as world:
+        request = world.admit(0)
+        world.drafter.fail_next = 1
+        assert world.step(Row(request, 4, sampled=False)) is RoundOutcome.NOTHING
+        world.lose(Row(request, 0, False))
+        good(world, Row(request, 1, sampled=True))
+        world.stop_worker()
+        assert world.channel is not None
+        world.client.drop(world.client.connection() or pytest.fail("no connection"), "told to")
+        failed(world, Row(request, 1, sampled=True))
+        assert world.round.breaker.state.value == "closed"
+        world.start_worker()
+        world.wait_ready()
+        good(world, Row(request, 1, sampled=True))
+
+
+def test_a_request_that_fails_among_others_is_a_success_for_the_breaker() -> None:
+    with World(trip=1) as world:
+        first, second = world.admit(0), world.admit(1)
+        good(world, Row(first, 2, sampled=True), Row(second, 2, sampled=True))
+        world.drafter.not_finite = {0}
+        outcome = world.step(Row(first, 1, sampled=True), Row(second, 1, sampled=True))
+        assert outcome is RoundOutcome.SOME_FAILED
+        assert sorted(world.result.ok[:2].tolist()) == [0, 1]
+        assert world.round.breaker.state.value == "closed"

@@ -16,12 +16,15 @@ from pathlib import Path
 import numpy as np
 
 from farspark.clock import Deadline
+from farspark.engine.breaker import Breaker
 from farspark.engine.client import Client
 from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
 from farspark.engine.round import Phase, RemoteRound, RoundInput, RoundRequest
 from farspark.engine.shape import ModelShape
+from farspark.errors import TransportError
 from farspark.stats import Stats
 from farspark.transport import Channel, Endpoint, Piece, connect, parse_endpoint
+from farspark.wire import codec
 from farspark.wire.layout import MAX_REPLY_BYTES
 from farspark.worker.config import WorkerConfig
 from farspark.worker.server import Server
@@ -44,6 +47,8 @@ class FaultyChannel:
         self._inner = inner
         self.late = False  # the next reply comes after the deadline
         self._waiting: memoryview | None = None
+        self.cut = False  # the connection dies instead of the next reply
+        self.status: int | None = None  # frame status of the next reply
         self.corrupt: tuple[int, bytes] | None = None  # offset from the end of the next reply, bytes to put there
 
     @property
@@ -67,6 +72,15 @@ class FaultyChannel:
             frame, self._waiting = self._waiting, None
             return frame
         frame = self._inner.recv(deadline)
+        if self.cut:
+            self.cut = False
+            self._inner.close()
+            raise TransportError("told to be cut")
+        if self.status is not None:
+            # A worker that answers so has changed nothing: its sentence is the whole payload.
+            header, _ = codec.decode_frame(frame)
+            status, self.status = self.status, None
+            return memoryview(codec.encode_frame(header._replace(status=status), b"told to fail"))
         if self.corrupt is not None:
             offset, put = self.corrupt
             self.corrupt = None
@@ -88,6 +102,7 @@ class WorldRequest:
     end: int  # the anchor's position
     held_from: int  # the worker must hold rows from here on, once it is clean
     clean: bool = False  # the worker holds it
+    admission: int = 0
     token: int = 0
 
 
@@ -107,6 +122,8 @@ class World:
     seed: int = 0
     timeout_s: float = 5.0
     want_margin: bool = False
+    trip: int = 0  # off
+    cooldown: int = 4
     name: str = ""
     drafter: ArithmeticDrafter = field(default_factory=lambda: ArithmeticDrafter(INFO))
     stats: Stats = field(default_factory=Stats)
@@ -145,6 +162,7 @@ class World:
             client=self.client,
             shape=self.shape,
             ring=self,
+            breaker=Breaker(trip=self.trip, cooldown=self.cooldown),
             stats=self.stats,
             timeout_s=self.timeout_s,
             want_margin=self.want_margin,
@@ -192,6 +210,22 @@ class World:
         self.by_slot[slot] = request
         return request
 
+    def preempt(self, slot: int, lost: int) -> None:
+        """The request loses its slot and comes back into it, its newest `lost` positions to be computed again."""
+        request = self.by_slot.get(slot)
+        if request is None:
+            return
+        request.admission += 1
+        request.end = max(request.start, request.end - lost)
+        request.start = request.end
+        request.clean = False
+
+    def client_notices(self) -> None:
+        """Wait until the client has seen that the worker went away, if it had a connection to it."""
+        connection = self.client.connection()
+        if connection is not None:
+            self.client.drop(connection, "the worker was restarted")
+
     def step(self, *rows: Row) -> RoundOutcome:
         """One round; the result stands in `result`."""
         meta = np.zeros((len(rows), 4), dtype=np.int32)
@@ -203,7 +237,7 @@ class World:
             end = request.end + row.n_rows
             packed += b"".join(row_of(request.number, p) for p in range(max(request.end, end - CONTEXT), end))
             request.end = end
-        requests = [RoundRequest(row.request.slot, row.request.number, 0) for row in rows]
+        requests = [RoundRequest(row.request.slot, (row.request.number, row.request.admission), 0) for row in rows]
         step = RoundInput(requests, meta, memoryview(packed), Phase.DECODE)
         return self.round.run(step, self.result)
 

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from farspark.clock import Clock, Deadline
 from farspark.errors import FarsparkError, ProtocolError, Refused, TransportError
@@ -72,7 +72,7 @@ class Client:
         connect: Connect = _connect,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._hello = hello
+        self._hello = replace(hello, instance=secrets.randbits(64) or 1)
         self._endpoints = tuple(endpoints)
         self._connect_timeout_s = connect_timeout_s
         self._backoff_s = backoff_s
@@ -147,16 +147,17 @@ class Client:
             self._handover.notify_all()
 
     def disable(self, why: str) -> None:
-        """No more rounds in this engine run."""
+        """No more rounds in this engine run. Only the first reason is said."""
         with self._handover:
+            if self._state in (ClientState.DISABLED, ClientState.CLOSED):
+                return
+            logger.error("farspark: remote drafter disabled for this engine run: %s", why)
             connection, self._connection = self._connection, None
-            if self._state is not ClientState.CLOSED:
-                self._state = ClientState.DISABLED
+            self._state = ClientState.DISABLED
             self._why = why
             self._handover.notify_all()
         if connection is not None:
             connection.channel.close()
-        logger.error("farspark: remote drafter disabled for this engine run: %s", why)
 
     def close(self) -> None:
         """Idempotent. Says BYE if that costs nothing, then ends the connector thread."""

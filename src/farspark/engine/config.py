@@ -52,6 +52,8 @@ class EngineConfig:
     connect_timeout_s: float  # connect and HELLO
     backoff_s: float
     backoff_max_s: float
+    trip: int  # failed attempts in a row that open the circuit breaker; 0 = off
+    cooldown: int  # rounds that then touch no network
     strict_start: bool
     want_margin: bool
     context: int | None  # None: the drafter's window, else FULL_ATTENTION_CONTEXT
@@ -127,6 +129,8 @@ SETTINGS: Final[tuple[_Setting, ...]] = (
     _Setting("_CONNECT_TIMEOUT_MS", _at_least(1), "milliseconds, 1 or more", 1000.0),
     _Setting("_BACKOFF_MS", _at_least(1), "milliseconds, 1 or more", 1000.0),
     _Setting("_BACKOFF_MAX_MS", _at_least(1), "milliseconds, 1 or more", 30000.0),
+    _Setting("_TRIP", _whole_at_least(0), "a whole number of failed rounds in a row, 0 = off", 3),
+    _Setting("_COOLDOWN", _whole_at_least(1), "a whole number of rounds, 1 or more", 256),
     _Setting("_STRICT_START", _boolean, _BOOLEAN, False),
     _Setting("_WANT_MARGIN", _boolean, _BOOLEAN),
     _Setting("_CONTEXT", _whole_at_least(1), "a whole number of positions, 1 or more"),
@@ -173,6 +177,8 @@ def read_config(environ: Mapping[str, str] | None = None) -> EngineConfig | None
         connect_timeout_s=values["_CONNECT_TIMEOUT_MS"] / 1000,
         backoff_s=values["_BACKOFF_MS"] / 1000,
         backoff_max_s=values["_BACKOFF_MAX_MS"] / 1000,
+        trip=values["_TRIP"],
+        cooldown=values["_COOLDOWN"],
         strict_start=values["_STRICT_START"],
         want_margin=policy is Policy.SHADOW if want_margin is None else want_margin,
         context=values["_CONTEXT"],

@@ -7,6 +7,7 @@ or the network does, `run` returns a whole result.
 from __future__ import annotations
 
 import enum
+import logging
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspark.clock import Clock, Deadline
+from farspark.engine.breaker import Breaker, State
 from farspark.engine.client import Client, ClientState, Connection
 from farspark.engine.result import PackedResult, RoundOutcome
 from farspark.engine.shape import ModelShape
@@ -24,6 +26,9 @@ from farspark.errors import ProtocolError, Refused, TransportError
 from farspark.stats import Stats
 from farspark.wire.layout import EntryFlag, FrameStatus, RequestStatus, StepFlag
 from farspark.wire.messages import Entry, StepReply
+
+
+logger = logging.getLogger(__name__)
 
 
 class MetaColumn(enum.IntEnum):
@@ -90,11 +95,15 @@ class _Planned:
 
 
 class _RoundFailed(Exception):
-    """Internal: the round ends here, for `reason`, a name in the counters."""
+    """Internal: the round ends here, for `reason`, a name in the counters.
 
-    def __init__(self, reason: str) -> None:
+    `is_attempt`: the worker was asked, so the breaker counts it.
+    """
+
+    def __init__(self, reason: str, *, is_attempt: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.is_attempt = is_attempt
 
 
 class RemoteRound:
@@ -106,6 +115,7 @@ class RemoteRound:
         client: Client,
         shape: ModelShape,
         ring: RingReader,
+        breaker: Breaker,
         stats: Stats,
         timeout_s: float,
         want_margin: bool,
@@ -114,6 +124,7 @@ class RemoteRound:
         self.slots = Slots(shape.slots, ring=shape.ring, context=shape.context)
         self.last_bad_reply: str | None = None
         self.last_drafts = LastDrafts()
+        self.breaker = breaker
         self._client = client
         self._shape = shape
         self._ring = ring
@@ -143,8 +154,12 @@ class RemoteRound:
         except _RoundFailed as failed:
             self._stats.add(f"fallback_{failed.reason}")
             self._stats.add("rounds_failed")
+            if failed.is_attempt:
+                self._count_for_breaker(success=False)
             return result.outcome
         result.set_outcome(outcome)
+        if outcome is not RoundOutcome.NOTHING:
+            self._count_for_breaker(success=outcome is not RoundOutcome.FAILED)
         self._stats.add(
             {RoundOutcome.FAILED: "rounds_failed", RoundOutcome.SOME_FAILED: "rounds_some_failed"}.get(
                 outcome, "rounds_ok"
@@ -152,6 +167,22 @@ class RemoteRound:
         )
         self._stats.record_us("rank0_round_us", (self._clock() - started) * 1e6)
         return outcome
+
+    def _count_for_breaker(self, *, success: bool) -> None:
+        before = self.breaker.state
+        if success:
+            self.breaker.succeeded()
+        else:
+            self.breaker.failed()
+        after = self.breaker.state
+        if after is before:
+            return
+        if after is State.OPEN:
+            self._stats.add("breaker_trips")
+            logger.warning("farspark: breaker open: %r", self.breaker)
+        elif after is State.CLOSED:
+            self._stats.add("breaker_recoveries")
+            logger.info("farspark: breaker closed, the worker answers again")
 
     def _exchange(
         self, step: RoundInput, increments: Sequence[Increment], wanted: Sequence[bool], result: PackedResult
@@ -164,6 +195,10 @@ class RemoteRound:
         if connection.epoch != self._epoch:
             self.slots.mark_all_dirty()
             self._epoch = connection.epoch
+        if not self.breaker.allows():
+            for request in step.requests:
+                self.slots.mark_dirty(request.slot)
+            raise _RoundFailed("cooldown")
         planned = self._plan(step, increments, wanted, connection)
         if not planned:
             raise _RoundFailed("no_rows")
@@ -244,14 +279,14 @@ class RemoteRound:
         except TimeoutError:
             if connection.channel.is_closed:
                 self._client.drop(connection, "a STEP could not be sent before its deadline")
-            raise _RoundFailed("timeout") from None
+            raise _RoundFailed("timeout", is_attempt=True) from None
         except TransportError as error:
             self._client.drop(connection, str(error))
-            raise _RoundFailed("transport_error") from error
+            raise _RoundFailed("transport_error", is_attempt=True) from error
         except ProtocolError as error:
             self._refuse_reply(str(error))
             self._client.drop(connection, str(error))
-            raise _RoundFailed("bad_reply") from error
+            raise _RoundFailed("bad_reply", is_attempt=True) from error
         except Refused as refused:
             raise self._refused(connection, refused) from refused
         finally:
@@ -273,7 +308,7 @@ class RemoteRound:
             self._client.disable(f"{connection.endpoint} answered STEP with {status.name}: {refused}")
         elif status is FrameStatus.NO_SESSION:
             self._client.drop(connection, f"the worker has no such session: {refused}")
-        return _RoundFailed(f"frame_{name}")
+        return _RoundFailed(f"frame_{name}", is_attempt=True)
 
     def _refuse_reply(self, why: str) -> None:
         self.last_bad_reply = why
@@ -291,7 +326,7 @@ class RemoteRound:
         )
         if why is not None:
             self._refuse_reply(why)
-            raise _RoundFailed("bad_reply")
+            raise _RoundFailed("bad_reply", is_attempt=True)
 
     def _settle(
         self,
