@@ -147,6 +147,8 @@ class ArithmeticDrafter:
                 held.clear()
             assert not held or max(held) + 1 == entry.first_pos, "rows that do not continue the slot"
             assert entry.n_rows <= info.context
+            assert 0 <= entry.anchor_token < info.vocab_size
+            assert 1 <= entry.n_out <= info.num_drafts
             for position in range(entry.first_pos, entry.anchor_pos):
                 held[position] = bytes(batch.rows[at : at + info.row_bytes])
                 at += info.row_bytes

@@ -486,16 +486,22 @@ def test_a_client_gone_in_mid_draft_frees_its_slots_ABORT_RACE() -> None:
 def test_only_one_thread_at_a_time_is_inside_the_drafter_and_pings_pass_it() -> None:
     drafter = ArithmeticDrafter()
     drafter.pause = threading.Event()
-    with serving(drafter) as server, Peer(server) as slow, Peer(server) as probe:
+    with serving(drafter) as server, Peer(server) as slow, Peer(server, session=5) as queued, Peer(server) as probe:
         slow.hello()
-        packed = row(0, 0)
-        head = codec.encode_step_head(slow.session, 2, 1, [entry(0, 0, 1, DRAFT | NEW)], len(packed))
-        slow.channel.send([head, packed], soon())
-        assert drafter.entered.wait(5)
+        queued.hello()
+        for peer in (slow, queued):
+            packed = row(0, 0)
+            head = codec.encode_step_head(peer.session, 2, 1, [entry(0, 0, 1, DRAFT | NEW)], len(packed))
+            peer.channel.send([head, packed], soon())
+            assert drafter.entered.wait(5)
         assert probe.ask(Operation.PING, b"x")[0].status == FrameStatus.OK
         assert probe.ask(Operation.STATS)[0].status == FrameStatus.OK
+        with pytest.raises(TimeoutError):
+            queued.channel.recv(soon(0.05))
         drafter.pause.set()
-        assert codec.decode_frame(slow.channel.recv(soon()))[0].status == FrameStatus.OK
+        for peer in (slow, queued):
+            _, payload = codec.decode_frame(peer.channel.recv(soon()))
+            assert codec.decode_step_reply(payload).tokens.tolist() == ids(0, 0, 1)
 
 
 def test_stop_finishes_the_round_in_hand_and_closes_the_idle() -> None:

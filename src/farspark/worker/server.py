@@ -53,8 +53,6 @@ class _Connection:
     session: Session | None = None  # used with the drafting lock held
     engine: str = ""
     instance: int = 0  # the engine process that said HELLO here
-    flags: HelloFlag = HelloFlag(0)
-    row_bytes: int = 0
 
 
 @dataclass(slots=True)

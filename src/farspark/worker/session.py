@@ -240,7 +240,7 @@ class Session:
             first_pos,
             anchor_pos - first_pos,
             window_from,
-            anchor_token,
+            anchor_token if needs_draft else 0,
             needs_draft,
             n_out or self._info.num_drafts,
         )

@@ -1,0 +1,224 @@
+"""`farspark worker`: serve a drafter checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from farspark.cli.progress import shown_progress
+from farspark.errors import ConfigError
+from farspark.transport import listen, parse_endpoint
+from farspark.worker.batch import DrafterInfo
+from farspark.worker.config import DTYPES, WorkerConfig
+from farspark.worker.server import Server
+
+_DEFAULTS = WorkerConfig(checkpoint=Path())
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "worker",
+        help="serve a drafter checkpoint to one or several engines",
+        description="Load a DSpark drafter, warm it up, and draft for the engines that connect. The line 'ready on ...' "
+        "appears once every shape that a step can have has been met. SIGTERM or Ctrl-C finishes the rounds in hand.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder with config.json and the weights")
+    parser.add_argument(
+        "--target",
+        metavar="DIR",
+        type=Path,
+        help="folder of the target model, for the embedding and the head where the drafter shares them",
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="ENDPOINT",
+        default=str(_DEFAULTS.listen),
+        help="where to listen: tcp://HOST:PORT, an IPv6 address in brackets, port 0 for any free one",
+    )
+    parser.add_argument(
+        "--allow-unauthenticated-network",
+        action="store_true",
+        help="listen on an address that other machines reach, although there is no token: whoever reaches the port can use "
+        "the worker",
+    )
+    parser.add_argument("--device", default=_DEFAULTS.device, help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--dtype", choices=DTYPES, default=_DEFAULTS.dtype, help="what the drafter computes in")
+    parser.add_argument(
+        "--slots",
+        metavar="COUNT",
+        type=int,
+        default=_DEFAULTS.slots,
+        help="requests held at a time, all engines together: at least the max_num_seqs of the largest engine",
+    )
+    parser.add_argument(
+        "--context", metavar="COUNT", type=int, default=_DEFAULTS.context, help="newest positions kept of each request"
+    )
+    parser.add_argument(
+        "--drafts",
+        metavar="N",
+        type=int,
+        help="tokens drafted at a time, as the engine's num_speculative_tokens; left out: the checkpoint's own number",
+    )
+    parser.add_argument(
+        "--max-rows",
+        metavar="COUNT",
+        type=int,
+        default=_DEFAULTS.max_rows,
+        help="hidden-state rows that one step may bring, all requests together",
+    )
+    parser.add_argument(
+        "--max-connections", metavar="COUNT", type=int, default=_DEFAULTS.max_connections, help="engines and probes"
+    )
+    parser.add_argument("--name", default=_DEFAULTS.name, help="what the worker calls itself towards engines")
+    parser.add_argument(
+        "--drain-s",
+        metavar="SECONDS",
+        type=float,
+        default=_DEFAULTS.drain_s,
+        help="how long rounds in hand may take when the worker is told to stop",
+    )
+    parser.add_argument(
+        "--ready-file",
+        metavar="FILE",
+        type=Path,
+        help="written once the worker is ready, with the endpoint in use as its only line; removed when it stops",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    config = WorkerConfig(
+        checkpoint=options.checkpoint,
+        target=options.target,
+        listen=parse_endpoint(options.listen),
+        device=options.device,
+        dtype=options.dtype,
+        slots=options.slots,
+        context=options.context,
+        num_drafts=options.drafts,
+        max_rows=options.max_rows,
+        max_connections=options.max_connections,
+        name=options.name,
+        drain_s=options.drain_s,
+        allow_unauthenticated_network=options.allow_unauthenticated_network,
+        ready_file=options.ready_file,
+    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    _check_before_loading(config)
+
+    # Imports torch.
+    from farspark.worker.drafter import open_drafter
+
+    _say(f"loading {config.checkpoint} for {config.device} in {config.dtype}")
+    with shown_progress() as progress:
+        drafter = open_drafter(
+            config.checkpoint,
+            target=config.target,
+            device=config.device,
+            dtype=config.dtype,
+            slots=config.slots,
+            context=config.context,
+            num_drafts=config.num_drafts,
+            progress=progress,
+        )
+        _describe(drafter.info)
+        drafter.warm_up(progress)
+    with Server(drafter, config) as server, _announced(server, config):
+        if server.max_rows < config.max_rows:
+            _say(f"rows per step: {server.max_rows}, as many as one frame holds (--max-rows {config.max_rows})")
+        _say(f"ready on {server.endpoint}")
+        _serve_until_signalled(server)
+        _say("stopping: rounds in hand are finished first")
+    return 0
+
+
+def _check_before_loading(config: WorkerConfig) -> None:
+    """What would fail after minutes of loading fails here. A ready file of a worker that died goes."""
+    listen(config.listen, max_frame_bytes=1).close()
+    if config.ready_file is not None:
+        if not config.ready_file.parent.is_dir():
+            raise ConfigError(f"--ready-file {config.ready_file}: its folder does not exist")
+        _remove(config.ready_file)
+    for what, folder in (("checkpoint", config.checkpoint), ("--target", config.target)):
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(f"{what} {folder}: not a folder; expected one with config.json and the weights")
+
+
+def _describe(info: DrafterInfo) -> None:
+    window = f", sliding window {info.window}" if info.window else ""
+    _say(f"drafter           {info.kind}, {info.num_drafts} drafts, vocabulary {info.vocab_size:,}{window}")
+    _say(f"rows              {info.row_bytes:,} bytes: {info.taps} taps of {info.hidden_size:,}")
+    _say(
+        f"context           {info.slots} slots of {info.context:,} positions: "
+        f"{info.context_bytes / 2**20:,.1f} MiB on {info.device}"
+    )
+    _say(f"identity          {info.identity.hex()}")
+    _say(f"markov identity   {info.markov_identity.hex()}")
+
+
+@contextlib.contextmanager
+def _announced(server: Server, config: WorkerConfig) -> Iterator[None]:
+    """The ready file exists from here on until the end of the block."""
+    path = config.ready_file
+    if path is None:
+        yield
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(f"{server.endpoint}\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--ready-file {path}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--ready-file {path}: {error.strerror}") from error
+
+
+def _serve_until_signalled(server: Server) -> None:
+    """Serve on a thread of its own until SIGTERM or SIGINT comes, or accepting has ended by itself."""
+    # A handler may interrupt this thread anywhere, also while it holds a lock: it only writes to a pipe.
+    read_end, write_end = os.pipe()
+
+    def wake(_number: int, _frame: FrameType | None) -> None:
+        os.write(write_end, b"x")
+
+    def serve() -> None:
+        try:
+            server.serve()
+        finally:
+            os.write(write_end, b"x")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, wake)
+    thread = threading.Thread(target=serve, name="farspark-accept", daemon=True)
+    try:
+        thread.start()
+        os.read(read_end, 1)
+        server.stop()
+        thread.join()
+    finally:
+        # What remains is to leave; a signal that is sent twice should not turn that into a failure.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        os.close(read_end)
+        os.close(write_end)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

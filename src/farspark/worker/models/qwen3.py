@@ -1,0 +1,157 @@
+"""The Qwen3 DSpark block: a dense non-causal decoder whose context keys and values come from the target's tapped states.
+
+One vector per context position, RMSNorm(fc(row)), is projected by every layer with that layer's own K and V weights;
+the block's positions use the same weights on their own hidden states. Context is never an output of the drafter, so
+rejected drafts leave nothing behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from farspark.worker.checkpoint import EMBEDDING, LM_HEAD, Qwen3DSparkConfig
+from farspark.worker.models.base import Arithmetic, BlockContext
+from farspark.worker.models.heads import ConfidenceHead, VanillaMarkov
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Weights of one layer, in the carrier dtype. [out, in] as in the checkpoint."""
+
+    input_norm: Tensor  # [hidden]
+    query: Tensor  # [heads * d, hidden]
+    query_bias: Tensor | None
+    query_norm: Tensor  # [d]
+    key_norm: Tensor  # [d]
+    output: Tensor  # [hidden, heads * d]
+    output_bias: Tensor | None
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * intermediate, hidden]
+    down: Tensor  # [hidden, intermediate]
+
+
+class Qwen3DSpark:
+    """A `DraftModel`. Takes its weights out of `tensors`, in the carrier dtype, so that what is merged is not held twice."""
+
+    def __init__(
+        self, config: Qwen3DSparkConfig, tensors: dict[str, Tensor], vocab_size: int, arithmetic: Arithmetic
+    ) -> None:
+        self.arithmetic = arithmetic
+        self._config = config
+        rest = tensors
+        self._fc = rest.pop("fc.weight")
+        self._hidden_norm = rest.pop("hidden_norm.weight")
+        self._norm = rest.pop("norm.weight")
+        self._embedding = rest.pop(EMBEDDING)
+        # Rows past the true vocabulary are padding: they must never win an argmax.
+        self._lm_head = rest.pop(LM_HEAD)[:vocab_size]
+        device = self._fc.device
+        keys_values, biases, self._layers = [], [], []
+        for index in range(config.num_layers):
+            layer, attention = f"layers.{index}.", f"layers.{index}.self_attn."
+            keys_values += [rest.pop(attention + "k_proj.weight"), rest.pop(attention + "v_proj.weight")]
+            if config.attention_bias:
+                biases += [rest.pop(attention + "k_proj.bias"), rest.pop(attention + "v_proj.bias")]
+            self._layers.append(
+                _Layer(
+                    input_norm=rest.pop(layer + "input_layernorm.weight"),
+                    query=rest.pop(attention + "q_proj.weight"),
+                    query_bias=rest.pop(attention + "q_proj.bias", None),
+                    query_norm=rest.pop(attention + "q_norm.weight"),
+                    key_norm=rest.pop(attention + "k_norm.weight"),
+                    output=rest.pop(attention + "o_proj.weight"),
+                    output_bias=rest.pop(attention + "o_proj.bias", None),
+                    mlp_norm=rest.pop(layer + "post_attention_layernorm.weight"),
+                    gate_up=torch.cat(
+                        (rest.pop(layer + "mlp.gate_proj.weight"), rest.pop(layer + "mlp.up_proj.weight"))
+                    ),
+                    down=rest.pop(layer + "mlp.down_proj.weight"),
+                )
+            )
+        # [layers * 2 * kv heads * d, hidden]: one product projects the context for all layers, and each layer's slice
+        # serves its block.
+        self._keys_values = torch.cat(keys_values)
+        self._keys_values_bias = torch.cat(biases) if biases else None
+        self._key_norms = torch.stack([layer.key_norm for layer in self._layers])
+        self.markov: VanillaMarkov | None = None
+        if config.markov_rank:
+            self.markov = VanillaMarkov(
+                rest.pop("markov_head.markov_w1.weight"),
+                rest.pop("markov_head.markov_w2.weight")[:vocab_size],
+                config.logit_scale,
+                arithmetic,
+            )
+        self.confidence: ConfidenceHead | None = None
+        if config.has_confidence_head:
+            self.confidence = ConfidenceHead(
+                rest.pop("confidence_head.proj.weight"),
+                rest.pop("confidence_head.proj.bias"),
+                with_markov=config.confidence_with_markov,
+            )
+        assert not rest, f"weights without a use: {sorted(rest)}"
+        # Computed on the CPU and moved, as Hugging Face does: a device's own pow may differ in the last bit.
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self._inverse_frequency = (1.0 / config.rope_theta**exponents).to(device)
+
+    def project_context(self, rows: Tensor, positions: Tensor) -> Tensor:
+        config, arithmetic = self._config, self.arithmetic
+        combined = arithmetic.linear(rows, self._fc)
+        combined = arithmetic.rms_norm(combined, self._hidden_norm, config.rms_norm_eps)
+        projected = arithmetic.linear(combined, self._keys_values, self._keys_values_bias)
+        projected = projected.view(-1, config.num_layers, 2, config.num_kv_heads, config.head_dim).transpose(0, 1)
+        cos, sin = self._rotation(positions)
+        keys = arithmetic.rms_norm(projected[:, :, 0], self._key_norms[:, None, None, :], config.rms_norm_eps)
+        keys = arithmetic.rotate(keys, cos, sin, is_neox=config.rope_is_neox)
+        return torch.stack((keys, projected[:, :, 1]), dim=2)
+
+    def block(self, tokens: Tensor, positions: Tensor, context: BlockContext) -> Tensor:
+        config, arithmetic = self._config, self.arithmetic
+        batch, length = tokens.shape
+        eps, is_neox = config.rms_norm_eps, config.rope_is_neox
+        scale = config.head_dim**-0.5
+        cos, sin = self._rotation(positions)
+        layer_width = 2 * config.num_kv_heads * config.head_dim
+        residual = F.embedding(tokens, self._embedding)
+        normed = arithmetic.rms_norm(residual, self._layers[0].input_norm, eps)
+        # Each layer ends in the norm that comes next: adding and norming are one step for vLLM, and rounded as one.
+        next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
+        for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
+            query = arithmetic.linear(normed, layer.query, layer.query_bias)
+            query = query.view(batch, length, config.num_heads, config.head_dim)
+            query = arithmetic.rms_norm(query, layer.query_norm, eps)
+            query = arithmetic.rotate(query, cos, sin, is_neox=is_neox)
+            own = slice(index * layer_width, (index + 1) * layer_width)
+            bias = None if self._keys_values_bias is None else self._keys_values_bias[own]
+            projected = arithmetic.linear(normed, self._keys_values[own], bias)
+            projected = projected.view(batch, length, 2, config.num_kv_heads, config.head_dim)
+            keys = arithmetic.rms_norm(projected[:, :, 0], layer.key_norm, eps)
+            keys = arithmetic.rotate(keys, cos, sin, is_neox=is_neox)
+            key_value = torch.stack((keys, projected[:, :, 1]), dim=2)
+            attended = arithmetic.round(context.attend(index, query, key_value, scale))
+            hidden = arithmetic.linear(attended, layer.output, layer.output_bias)
+            normed, residual = arithmetic.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
+            gate, up = arithmetic.linear(normed, layer.gate_up).chunk(2, dim=-1)
+            hidden = arithmetic.linear(arithmetic.silu_times(gate, up), layer.down)
+            normed, residual = arithmetic.add_rms_norm(hidden, residual, next_norm, eps)
+        return normed
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        logits = self.arithmetic.vocabulary_linear(hidden, self._lm_head)
+        scale = self._config.logit_scale
+        return logits if scale == 1.0 else self.arithmetic.round(logits * scale)
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine at `positions` [...]: float32 [..., 1, d/2], rounded to the model's dtype as vLLM's table is.
+
+        Computed and not looked up: a table of 1,048,576 positions would take more memory than many a drafter.
+        """
+        angles = positions.to(torch.float32).unsqueeze(-1) * self._inverse_frequency
+        rounded = self.arithmetic.dtype
+        return (
+            angles.cos().to(rounded).float().unsqueeze(-2),
+            angles.sin().to(rounded).float().unsqueeze(-2),
+        )

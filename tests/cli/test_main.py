@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import types
+
+import pytest
+
+from farspark import __version__
+from farspark.cli import main as module
+from farspark.cli.main import main
+from farspark.errors import CheckpointError, ConfigError, TransportError
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"farspark {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["nonsense"], ["worker"], ["worker", "x", "--slots", "many"], ["identity", "--jsn"]]
+)
+def test_wrong_usage_leaves_with_2_and_says_how(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    assert left.value.code == 2
+    assert "usage: farspark" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["worker", "identity"])
+def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for action in _parser_of(command)._actions:
+        assert action.help, action.dest
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    assert "usage: farspark" in capsys.readouterr().out
+
+
+def _parser_of(command: str) -> argparse.ArgumentParser:
+    for action in module.make_parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            parser = action.choices[command]
+            assert isinstance(parser, argparse.ArgumentParser)
+            return parser
+    raise AssertionError("no commands")
+
+
+def failing(error: BaseException) -> types.ModuleType:
+    """A command `fail` that raises."""
+    command = types.ModuleType("farspark.cli.fail")
+
+    def run(_: argparse.Namespace) -> int:
+        raise error
+
+    def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+        subparsers.add_parser("fail").set_defaults(run=run)
+
+    command.add_parser = add_parser  # type: ignore[attr-defined]
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError("--slots 0: expected 1"), 2, "farspark: --slots 0: expected 1\n"),
+        (CheckpointError("no config.json"), 2, "farspark: no config.json\n"),
+        (TransportError("gone"), 1, "farspark: gone\n"),
+        (TimeoutError("late"), 1, "farspark: late\n"),
+        (KeyboardInterrupt(), 130, "farspark: interrupted\n"),
+        (
+            ModuleNotFoundError("No module named 'torch'", name="torch"),
+            2,
+            "farspark: this command needs torch, which is not installed: pip install 'farspark[worker]'\n",
+        ),
+    ],
+)
+def test_an_error_is_one_sentence_and_an_exit_code(
+    error: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "farspark.cli.fail", failing(error))
+    monkeypatch.setattr(module, "COMMANDS", ("fail",))
+    assert main(["fail"]) == code
+    assert capsys.readouterr().err == said
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (ZeroDivisionError("a bug"), ModuleNotFoundError("No module named 'ours'", name="ours")):
+        monkeypatch.setitem(sys.modules, "farspark.cli.fail", failing(error))
+        monkeypatch.setattr(module, "COMMANDS", ("fail",))
+        with pytest.raises(type(error)):
+            main(["fail"])
+
+
+def test_help_and_version_need_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys; from farspark.cli.main import make_parser; make_parser(); "
+        "sys.exit(','.join({'torch', 'numpy', 'vllm', 'rich'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "farspark", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"farspark {__version__}\n")

@@ -1,0 +1,170 @@
+"""`farspark worker` as a process of its own, with a tiny real checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.fakes.tiny_checkpoint import TINY, write_tiny
+
+from farspark.clock import Deadline
+from farspark.errors import TransportError
+from farspark.transport import Channel, connect
+from farspark.wire import codec
+from farspark.wire.layout import Dtype, EntryFlag, FrameStatus, Operation, RequestStatus
+from farspark.wire.messages import Entry, Header, Hello, Welcome
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "farspark", "worker", *map(str, arguments)]
+
+
+@contextlib.contextmanager
+def running(checkpoint: Path, ready: Path, *options: object) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        command(
+            checkpoint, "--listen", "tcp://127.0.0.1:0", "--ready-file", ready, "--slots", 2, "--context", 16, *options
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        deadline = Deadline.after(120)
+        while not ready.exists():
+            assert process.poll() is None, process.communicate()[0]
+            deadline.check("waiting for the ready file")
+            time.sleep(0.02)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def say_hello(channel: Channel, hello: Hello) -> tuple[int, Welcome]:
+    deadline = Deadline.after(30)
+    channel.send([codec.encode_frame(Header(Operation.HELLO, 1, 1, 0), codec.encode_hello(hello))], deadline)
+    header, payload = codec.decode_frame(channel.recv(deadline))
+    return header.status, codec.decode_welcome(payload)
+
+
+def test_a_worker_announces_itself_serves_and_stops_cleanly(tmp_path: Path) -> None:
+    checkpoint, ready = write_tiny(tmp_path / "drafter"), tmp_path / "ready"
+    with running(checkpoint, ready) as process:
+        endpoint = ready.read_text().strip()
+        vocab, hidden, taps = TINY["vocab_size"], TINY["hidden_size"], 3
+        assert isinstance(vocab, int)
+        assert isinstance(hidden, int)
+        row_bytes = 2 * hidden * taps
+        deadline = Deadline.after(30)
+        with contextlib.closing(connect(endpoint, deadline)) as channel:
+            hello = Hello(
+                engine="test",
+                identity=bytes(32),
+                markov_identity=bytes(32),
+                row_bytes=row_bytes,
+                taps=taps,
+                hidden_size=hidden,
+                dtype=Dtype.BF16,
+                ring=16,
+                context=16,
+                num_drafts=5,
+                slots=2,
+                vocab_size=vocab,
+            )
+            # The first HELLO is refused and says who the worker is; the second one takes it at its word.
+            status, welcome = say_hello(channel, hello)
+            assert status == FrameStatus.IDENTITY
+            status, welcome = say_hello(channel, replace(hello, identity=welcome.identity))
+            assert status == FrameStatus.OK
+            entry = Entry(0, 1, 0, 2, 5, 2, EntryFlag.NEED_DRAFT | EntryFlag.NEW_GEN)
+            rows = bytes(2 * row_bytes)
+            channel.send([codec.encode_step_head(1, 2, 9, [entry], len(rows)), rows], deadline)
+            _, payload = codec.decode_frame(channel.recv(deadline))
+            reply = codec.decode_step_reply(payload)
+            assert [one.status for one in reply.entries] == [RequestStatus.OK]
+            assert all(0 <= token < vocab for token in reply.tokens.tolist())
+            assert any(reply.confidences.tolist())
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(TransportError):
+                channel.recv(deadline)
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 0, output
+        assert f"ready on {endpoint}\n" in output
+        assert f"identity          {welcome.identity.hex()}" in output
+        assert "2 slots of 16 positions" in output
+        assert "warming up" in output
+        assert output.index("warming up") < output.index("ready on")
+        assert "Traceback" not in output
+        assert not ready.exists()
+
+
+def test_a_ready_file_of_a_worker_that_died_goes_before_anything_is_loaded(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    ready.write_text("tcp://127.0.0.1:1\n")
+    done = subprocess.run(
+        command(tmp_path / "nothing", "--listen", "tcp://127.0.0.1:0", "--ready-file", ready),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert not ready.exists()
+
+
+def test_ctrl_c_stops_a_worker_that_nobody_uses(tmp_path: Path) -> None:
+    with running(write_tiny(tmp_path / "drafter"), tmp_path / "ready") as process:
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 0, output
+        assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--slots", "0"], "--slots 0: expected 1 to 4096"),
+        (["--listen", "tcp://0.0.0.0:0"], "--allow-unauthenticated-network"),
+        (["--listen", "nonsense"], "endpoint 'nonsense': it has no scheme"),
+        (["--listen", "ucx://127.0.0.1:1"], "no UCX transport"),
+        (["--device", "tpu"], "--device 'tpu': expected cpu"),
+        (["--ready-file", "/nowhere/at/all/ready"], "--ready-file /nowhere/at/all/ready: its folder does not exist"),
+        ([], "checkpoint /no/checkpoint: not a folder"),
+        (["--target", "/no/target"], "checkpoint /no/checkpoint: not a folder"),
+    ],
+)
+def test_what_a_person_must_put_right_is_one_sentence(options: list[str], said: str) -> None:
+    done = subprocess.run(
+        command("/no/checkpoint", *(["--listen", "tcp://127.0.0.1:0"] if "--listen" not in options else []), *options),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded_ADDR() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            command("/no/checkpoint", "--listen", f"tcp://127.0.0.1:{port}"),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert f"127.0.0.1:{port}: the port is in use" in done.stderr
+    assert "loading" not in done.stdout
