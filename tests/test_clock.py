@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.fakes.clock import FakeClock
 
 from farspark.clock import Deadline
-from tests.fakes.clock import FakeClock
 
 
 def test_a_deadline_is_a_point_in_time_and_what_is_left_never_goes_below_zero() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.fakes.drafters import ArithmeticDrafter, info
 
 from farspark.clock import Deadline
 from farspark.engine.client import Client, ClientState
@@ -21,7 +22,6 @@ from farspark.wire.layout import FrameStatus, HeaderFlag, Operation
 from farspark.wire.messages import Header, Hello
 from farspark.worker.config import WorkerConfig
 from farspark.worker.server import Server
-from tests.fakes.drafters import ArithmeticDrafter, info
 
 INFO = info()
 SHAPE = ModelShape(

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.fakes.engine_world import CONTEXT, INFO, SLOTS, Row, World
 
 from farspark.engine.result import RoundOutcome
 from farspark.engine.round import find_fault
 from farspark.wire.layout import EntryFlag, RequestStatus
 from farspark.wire.messages import Entry, EntryReply, StepReply
-from tests.fakes.engine_world import CONTEXT, INFO, SLOTS, Row, World
 
 
 def good(world: World, *rows: Row) -> None:

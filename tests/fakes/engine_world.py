@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from tests.fakes.drafters import ArithmeticDrafter, expected, info
 
 from farspark.clock import Deadline
 from farspark.engine.breaker import Breaker
@@ -28,7 +29,6 @@ from farspark.wire import codec
 from farspark.wire.layout import MAX_REPLY_BYTES
 from farspark.worker.config import WorkerConfig
 from farspark.worker.server import Server
-from tests.fakes.drafters import ArithmeticDrafter, expected, info
 
 RING = 6
 CONTEXT = 10

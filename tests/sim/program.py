@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from tests.fakes.engine_world import CONTEXT, INFO, RING, SLOTS, Row, World
+
 from farspark.engine.breaker import State
 from farspark.engine.result import RoundOutcome
-from tests.fakes.engine_world import CONTEXT, INFO, RING, SLOTS, Row, World
 
 # A round may take its deadline; beyond that and some room for a busy machine it hangs.
 TIMEOUT_S = 5.0

@@ -6,11 +6,11 @@ import random
 import secrets
 
 import pytest
+from tests.fakes.engine_world import World
+from tests.sim.program import Fault, Mismatch, Op, Round, Tally, random_program, run, shrink
 
 from farspark.engine.slots import Slots
 from farspark.wire.layout import RequestStatus
-from tests.fakes.engine_world import World
-from tests.sim.program import Fault, Mismatch, Op, Round, Tally, random_program, run, shrink
 
 
 def test_random_programs_draft_what_the_reference_drafts() -> None:

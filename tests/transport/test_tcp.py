@@ -215,6 +215,20 @@ def test_a_peer_that_sends_a_byte_now_and_then_does_not_outlast_the_deadline_HAL
     assert not channel.is_closed
 
 
+def test_bytes_that_never_pause_do_not_outlast_the_deadline_HALF_OPEN(raw: tuple[socket.socket, TcpChannel]) -> None:
+    _, channel = raw
+    # Always something read and never a whole frame, as from a peer that is faster than we are.
+    bound = soon()
+
+    def read_some(flags: int) -> bool:
+        assert not bound.has_passed(), "would go on for ever"
+        return True
+
+    channel._read_some = read_some  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError):
+        channel.recv(soon(0.02))
+
+
 def test_a_peer_that_reads_a_byte_now_and_then_does_not_outlast_the_deadline_SLOW_PEER() -> None:
     ours, theirs = tiny_pair()
     stop = threading.Event()

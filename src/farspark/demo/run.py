@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -100,7 +99,6 @@ def run_demo(settings: DemoSettings, screen: Screen) -> Report:
 def _models(settings: DemoSettings, screen: Screen) -> tuple[Path, Path]:
     try:
         import farspark_smollm2_drafter
-
         from farspark_vllm_cpu_engine import smollm2
     except ImportError as error:
         raise ConfigError(
@@ -155,7 +153,7 @@ def _with_remote_drafts(
         *("--listen", "tcp://127.0.0.1:0", "--ready-file", str(ready_file)),
         *("--slots", str(_MAX_NUM_SEQS), "--context", str(_MAX_MODEL_LEN)),
     ]
-    with Child("the worker", worker_command, scratch / "worker.log", {"OMP_NUM_THREADS": str(_threads())}) as worker:
+    with Child("the worker", worker_command, scratch / "worker.log", {"OMP_NUM_THREADS": "1"}) as worker:
         worker.wait_ready(
             ready_file.exists,
             Deadline.after(_WORKER_READY_S),
@@ -241,14 +239,14 @@ def _engine(
 
     socket = scratch / f"{name}.sock"
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(target)),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)),
         *("--uds", str(socket), "--served-model-name", _MODEL, "--dtype", settings.dtype, "--enforce-eager"),
         *("--max-model-len", str(_MAX_MODEL_LEN), "--max-num-seqs", str(_MAX_NUM_SEQS)),
         *("--kv-cache-memory-bytes", str(_KV_CACHE_BYTES), "--disable-uvicorn-access-log"),
         *arguments,
     ]
     with (
-        Child("vLLM", command, scratch / f"vllm-{name}.log", {**cpu_environment(_threads()), **environment}) as server,
+        Child("vLLM", command, scratch / f"vllm-{name}.log", {**cpu_environment(), **environment}) as server,
         Completions(socket, _MODEL) as completions,
     ):
         server.wait_ready(
@@ -257,10 +255,6 @@ def _engine(
             lambda seconds: screen.waiting("vLLM starts", seconds),
         )
         yield completions
-
-
-def _threads() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _vllm_version() -> str:

@@ -27,7 +27,6 @@ from farspark.stats import Stats
 from farspark.wire.layout import EntryFlag, FrameStatus, RequestStatus, StepFlag
 from farspark.wire.messages import Entry, StepReply
 
-
 logger = logging.getLogger(__name__)
 
 

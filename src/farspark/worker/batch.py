@@ -79,7 +79,7 @@ class DrafterInfo:
 
 
 class Drafter(Protocol):
-    """Used by one thread at a time, not always the same: whoever holds the server's drafting lock. `info` may be read anywhere."""
+    """Used by one thread at a time, whoever holds the server's drafting lock. `info` may be read anywhere."""
 
     @property
     def info(self) -> DrafterInfo: ...

@@ -45,7 +45,7 @@ class ContextShape:
 
 
 class ContextStore:
-    """Owned by the drafting thread. Raises ConfigError when the device has not got the memory."""
+    """Used under the drafting lock, by one thread at a time. Raises ConfigError when the device has not got the memory."""
 
     def __init__(self, shape: ContextShape, device: torch.device) -> None:
         self.shape = shape

@@ -67,7 +67,7 @@ def fitting(sizes: tuple[int, ...], size: int) -> int:
 
 
 class DSparkDrafter:
-    """A `Drafter` on a family's `DraftModel`. Owned by the drafting thread."""
+    """A `Drafter` on a family's `DraftModel`. Used under the drafting lock, by one thread at a time."""
 
     def __init__(
         self, model: DraftModel, store: ContextStore, info: DrafterInfo, config: Qwen3DSparkConfig, shapes: Shapes

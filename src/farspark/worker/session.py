@@ -93,7 +93,7 @@ class _RowPicker:
 
 
 class Session:
-    """Owned by whoever holds the drafting thread, like the pool that it draws from."""
+    """Used under the drafting lock, like the pool that it draws from."""
 
     def __init__(self, info: DrafterInfo, pool: SlotPool, *, slots: int, context: int, stats: Stats) -> None:
         self._info = info
