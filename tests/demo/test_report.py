@@ -21,7 +21,7 @@ REPORT = Report(
         "counters": {"rounds_decode": 40, "rounds_prefill": 2, "rounds_ok": 41},
         "latency": {"rtt_us_decode": {"p50": 1500.0}, "worker_us": {"p50": 1200.0}},
     },
-    not_allocated={"draft_weights": 3 << 20},
+    not_allocated={"draft_weight_bytes_all_ranks": 3 << 20, "draft_kv_bytes_per_token_per_rank": 3072},
 )
 
 
@@ -35,6 +35,7 @@ def test_the_json_has_the_promised_keys() -> None:
 
 def test_the_text_says_whether_it_is_the_targets_own() -> None:
     assert "yes: all 100 tokens are what the target alone says, 1 near ties" in REPORT.as_text()
+    assert "draft weights 3.0 MiB, draft KV cache 3.0 KiB" in REPORT.as_text()
     failed = dataclasses.replace(REPORT, text_equal=False, differences=["prompt 1: token 3 is 9"])
     assert "NO: prompt 1: token 3 is 9" in failed.as_text()
 
@@ -42,4 +43,4 @@ def test_the_text_says_whether_it_is_the_targets_own() -> None:
 def test_METRICS_without_a_single_draft_there_is_no_division_by_zero() -> None:
     empty = dataclasses.replace(REPORT, drafts=0, accepted=0, stats={}, not_allocated={}, accepted_by_position=[])
     assert empty.tokens_per_round == 1.0
-    assert "nothing" in empty.as_text()
+    assert "not known" in empty.as_text()

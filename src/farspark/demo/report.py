@@ -24,7 +24,7 @@ class Report:
     remote_tokens_per_s: float
     alone_tokens_per_s: float
     stats: Mapping[str, Any]  # the engine's stats file
-    not_allocated: Mapping[str, int]  # bytes by name
+    not_allocated: Mapping[str, int | None]  # what capacity did not take here, as the stats file names it
 
     @property
     def tokens_per_round(self) -> float:
@@ -54,15 +54,16 @@ class Report:
             "tokens": self.tokens,
             "tokens_per_s": round(self.remote_tokens_per_s, 2),
             "tokens_per_s_alone": round(self.alone_tokens_per_s, 2),
-            "not_allocated_bytes": dict(self.not_allocated),
+            "not_allocated": dict(self.not_allocated),
         }
 
     def as_text(self) -> str:
         data = self.as_json()
         positions = "  ".join(f"{k + 1}: {share:.0%}" for k, share in enumerate(self.accepted_by_position))
-        saved = ", ".join(
-            f"{name.replace('_', ' ')} {size / 2**20:.1f} MiB" for name, size in self.not_allocated.items()
-        )
+        weights = self.not_allocated.get("draft_weight_bytes_all_ranks")
+        kv = self.not_allocated.get("draft_kv_bytes_per_token_per_rank")
+        saved = [f"draft weights {weights / 2**20:.1f} MiB"] if weights else []
+        saved += [f"draft KV cache {kv / 2**10:.1f} KiB for every token of the target's"] if kv else []
         if self.text_equal:
             ties = f", {self.near_ties} near ties within the target's own rounding" if self.near_ties else ""
             proof = f"yes: all {self.tokens} tokens are what the target alone says{ties}"
@@ -78,7 +79,7 @@ class Report:
                 f"{data['rtt_us_p50'] / 1000:.2f} ms, of which the worker {data['worker_us_p50'] / 1000:.2f} ms",
             ),
             ("tokens per second", f"{data['tokens_per_s']:.1f}; the target alone {data['tokens_per_s_alone']:.1f}"),
-            ("not allocated here", saved or "nothing"),
+            ("not allocated here", ", ".join(saved) or "not known"),
             ("text is the target's", proof),
         ]
         width = max(len(name) for name, _ in rows)

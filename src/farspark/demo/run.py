@@ -92,7 +92,7 @@ def run_demo(settings: DemoSettings, screen: Screen) -> Report:
         remote_tokens_per_s=remote.tokens_per_s,
         alone_tokens_per_s=alone.tokens_per_s,
         stats=stats,
-        not_allocated=stats.get("not_allocated_bytes", {}),
+        not_allocated=stats.get("not_allocated", {}),
     )
 
 
