@@ -19,7 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "answers to some prompts, then asks the target alone and compares every token.",
     )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt of your own; may be repeated")
-    parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="per prompt (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=192, metavar="N", help="per prompt (default: %(default)s)")
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
