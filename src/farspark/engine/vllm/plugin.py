@@ -1,0 +1,197 @@
+"""The vLLM plugin: with VLLM_DSPARK_REMOTE set, DSpark's speculator is built by Farspark; unset, nothing is touched.
+
+vLLM logs and skips a plugin whose import fails, but not one whose function raises. So this module imports only what cannot
+fail, and everything that can is done, and raises, inside `register`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from farspark.engine.config import EngineConfig
+    from farspark.engine.vllm.remote import RemoteDrafter
+
+_SWITCH = "VLLM_DSPARK_REMOTE"
+_METHOD = "dspark"
+_is_registered = False
+
+
+def register() -> None:
+    """Called by vLLM in every process: front end, engine core, workers. Raises ConfigError where Farspark was asked for
+    and cannot be had."""
+    global _is_registered
+    if not os.environ.get(_SWITCH, "").strip() or _is_registered:
+        return
+    from farspark.engine.config import Policy, read_config
+    from farspark.engine.vllm.kv_groups import keep_cached_blocks
+    from farspark.engine.vllm.versions import check_hook_points, installed_sources, record_for
+
+    config = read_config()
+    assert config is not None
+    sources = installed_sources()
+    record = check_hook_points(sources) if sources else record_for(None)
+    _refuse_old_runner()
+    _replace_init_speculator(config)
+    if config.policy is Policy.CAPACITY:
+        keep_cached_blocks(record.cached_block_drop)
+    _is_registered = True
+
+
+def _refuse_old_runner() -> None:
+    from farspark.errors import ConfigError
+
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1").strip().lower() in ("0", "false"):
+        raise ConfigError(
+            f"VLLM_USE_V2_MODEL_RUNNER=0 selects the V1 model runner, which has no DSpark; unset it to use {_SWITCH}"
+        )
+
+
+def _log_where_vllm_logs() -> None:
+    """vLLM configures only its own logger, some time after plugins were loaded; ours speaks through the same handlers."""
+    ours, theirs = logging.getLogger("farspark"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = False
+
+
+def _replace_init_speculator(config: EngineConfig) -> None:
+    import vllm.v1.worker.gpu.spec_decode as spec_decode
+
+    original = spec_decode.init_speculator
+
+    @functools.wraps(original)
+    def init_speculator(vllm_config: Any, device: Any, *rest: Any, **more: Any) -> Any:
+        method = vllm_config.speculative_config.method
+        if method != _METHOD:
+            logging.getLogger(__name__).warning(
+                "farspark: %s is set, but this engine drafts with method %r; nothing is remote", _SWITCH, method
+            )
+            return original(vllm_config, device, *rest, **more)
+        _log_where_vllm_logs()
+        from farspark.engine.vllm.remote import Admissions
+        from farspark.engine.vllm.speculator import make_speculator
+
+        refuse_unsupported(config, vllm_config)
+        admissions = Admissions()
+        _note_admissions(admissions)
+        speculator = make_speculator(config, vllm_config, device, admissions)
+        _serve_after_warmup(speculator.remote)
+        return speculator
+
+    spec_decode.init_speculator = init_speculator
+    # The runner imported the function by name, perhaps before this plugin was loaded.
+    runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
+    if runner is not None:
+        runner.init_speculator = init_speculator  # type: ignore[attr-defined]
+
+
+def refuse_unsupported(config: EngineConfig, vllm_config: Any) -> None:
+    """Raises ConfigError with what is not supported and what to do."""
+    from farspark.errors import ConfigError
+
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    draft_config = speculative.draft_model_config.hf_config
+    num_drafts = speculative.num_speculative_tokens
+    lookahead = getattr(vllm_config, "num_lookahead_tokens", num_drafts)
+    refusals = (
+        (
+            max(parallel.decode_context_parallel_size, getattr(parallel, "prefill_context_parallel_size", 1)) > 1,
+            "context parallelism spreads a request's hidden states over the ranks; start with "
+            "--decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
+        ),
+        (parallel.data_parallel_size > 1, "data parallelism is not built yet; start one engine per replica"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism is not built yet; use tensor parallelism"),
+        (
+            getattr(vllm_config, "watermark_config", None) is not None,
+            "draft watermarking needs the drafter's own sampling; start without a watermark config",
+        ),
+        (
+            (getattr(speculative, "dspark_draft_topk", None) or getattr(draft_config, "dspark_draft_topk", None))
+            is not None,
+            "dspark_draft_topk changes the drafts and the worker does not know it; leave it out of the speculative config",
+        ),
+        (
+            speculative.draft_sample_method != "greedy",
+            f"draft_sample_method={speculative.draft_sample_method!r} needs the draft logits, which stay at the worker; "
+            "use 'greedy', which is lossless too",
+        ),
+        (
+            not getattr(vllm_config, "use_v2_model_runner", True),
+            "this engine would use the V1 model runner, which has no DSpark; remove what selects it",
+        ),
+        (
+            lookahead < num_drafts,
+            f"vLLM reserves {lookahead} lookahead tokens for {num_drafts} drafts; it does not take this method for DSpark",
+        ),
+    )
+    for holds, sentence in refusals:
+        if holds:
+            raise ConfigError(f"{_SWITCH}: {sentence}, or start without {_SWITCH}")
+
+
+def _note_admissions(admissions: Any) -> None:
+    from vllm.v1.worker.gpu.states import RequestState
+
+    original = RequestState.add_request
+
+    @functools.wraps(original)
+    def add_request(self: Any, req_id: str, *rest: Any, **more: Any) -> Any:
+        result = original(self, req_id, *rest, **more)
+        admissions.admit(self.req_id_to_index[req_id], req_id)
+        return result
+
+    RequestState.add_request = add_request
+
+
+def _serve_after_warmup(remote: RemoteDrafter) -> None:
+    """Steps before the worker's warm-up has returned are vLLM's own: some of them look like any other step.
+
+    Every loaded worker class that has a warm-up of its own is wrapped, because one may call another's; the outermost
+    return counts.
+    """
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    depth = 0
+
+    def wrap(worker_class: Any) -> None:
+        original = worker_class.__dict__["compile_or_warm_up_model"]
+
+        @functools.wraps(original)
+        def compile_or_warm_up_model(self: Any, *rest: Any, **more: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            try:
+                result = original(self, *rest, **more)
+            finally:
+                depth -= 1
+            if depth == 0:
+                _check_gates(self.model_runner, remote)
+                remote.start_serving()
+            return result
+
+        worker_class.compile_or_warm_up_model = compile_or_warm_up_model
+
+    for worker_class in _with_subclasses(WorkerBase):
+        if "compile_or_warm_up_model" in worker_class.__dict__:
+            wrap(worker_class)
+
+
+def _with_subclasses(root: Any) -> list[Any]:
+    return [root] + [found for child in root.__subclasses__() for found in _with_subclasses(child)]
+
+
+def _check_gates(runner: Any, remote: RemoteDrafter) -> None:
+    """The started engine must hand us what we live on. Raises ConfigError."""
+    from farspark.errors import ConfigError
+
+    if getattr(runner.speculator, "remote", None) is not remote:
+        raise ConfigError(f"{_SWITCH}: the started runner drafts with {runner.speculator!r}, not with Farspark")
+    if not runner.use_aux_hidden_state_outputs:
+        raise ConfigError(f"{_SWITCH}: the started runner does not tap the target's hidden states")

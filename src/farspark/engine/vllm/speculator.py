@@ -1,0 +1,337 @@
+"""vLLM's speculators with the drafter elsewhere: one class per policy, thin around `RemoteDrafter`.
+
+`propose` differs between versions only in what follows `seeds`; what Farspark reads of that comes by keyword in all of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from farspark.engine.config import EngineConfig, Policy
+from farspark.engine.gather.torch_gather import StepTensors
+from farspark.engine.shape import ModelShape
+from farspark.engine.vllm.remote import Admissions, Batch, RemoteDrafter, TpGroup
+from farspark.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def make_speculator(
+    config: EngineConfig, vllm_config: VllmConfig, device: torch.device, admissions: Admissions
+) -> ShadowSpeculator | CapacitySpeculator:
+    """The speculator of the policy that `config` names."""
+    kinds = {Policy.SHADOW: ShadowSpeculator, Policy.CAPACITY: CapacitySpeculator}
+    speculator = kinds[config.policy](vllm_config, device)
+    speculator.remote = make_remote(config, vllm_config, device, admissions)
+    return speculator
+
+
+def make_remote(
+    config: EngineConfig, vllm_config: VllmConfig, device: torch.device, admissions: Admissions
+) -> RemoteDrafter:
+    group = get_tp_group()
+    shape = model_shape(config, vllm_config)
+    logger.info(
+        "farspark: remote drafter chosen: policy %s, TP rank %d of %d, endpoint %s, context %d, ring %d",
+        config.policy.value,
+        group.rank_in_group,
+        group.world_size,
+        ",".join(map(str, config.endpoints)),
+        shape.context,
+        shape.ring,
+    )
+    return RemoteDrafter(
+        config,
+        shape,
+        max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        device=device,
+        tp=TpGroup(group.rank_in_group, group.world_size, lambda tensor: group.broadcast(tensor, src=0)),
+        admissions=admissions,
+        engine=f"vllm {vllm_config.model_config.model}"[-200:],
+        facts={"not_allocated": not_allocated(vllm_config)} if config.policy is Policy.CAPACITY else {},
+    )
+
+
+def model_shape(config: EngineConfig, vllm_config: VllmConfig) -> ModelShape:
+    """What both sides must agree on, from the two models' own configs. Raises ConfigError where no taps are named."""
+    speculative = vllm_config.speculative_config
+    taps = get_eagle3_aux_layers_from_config(speculative)
+    if not taps:
+        raise ConfigError(
+            f"the drafter {speculative.draft_model_config.model} names no target layers to tap (target_layer_ids, "
+            "dspark_target_layer_ids or aux_hidden_state_layer_ids in its config.json); the remote drafter needs them"
+        )
+    max_model_len = vllm_config.model_config.max_model_len
+    context, ring = config.context_and_ring(sliding_window(speculative.draft_model_config.hf_config), max_model_len)
+    return ModelShape(
+        num_drafts=speculative.num_speculative_tokens,
+        # The target's true vocabulary: a drafter's head may be padded past it, and such an id must never reach an embedding.
+        vocab_size=vllm_config.model_config.get_vocab_size(),
+        hidden_size=vllm_config.model_config.get_hidden_size(),
+        taps=len(set(taps)),  # vLLM taps each layer once, in ascending order
+        slots=vllm_config.scheduler_config.max_num_seqs,
+        context=context,
+        ring=ring,
+        max_position=max_model_len,
+    )
+
+
+def sliding_window(hf_config: Any) -> int | None:
+    """The window of a drafter all of whose layers slide; None for one that sees everything."""
+    if getattr(hf_config, "model_type", None) in ("deepseek_v4", "deepseek_v41"):
+        return int(hf_config.sliding_window)
+    block = getattr(hf_config, "dflash_config", None) or {}
+    window = block.get("swa_window_size") or getattr(hf_config, "sliding_window", None)
+    kinds = set(getattr(hf_config, "layer_types", None) or ["full_attention"])
+    slides = block.get("use_swa") or kinds == {"sliding_attention"}
+    return int(window) if window and slides else None
+
+
+def not_allocated(vllm_config: VllmConfig) -> dict[str, int | None]:
+    """What a local drafter would take and capacity does not, as far as the configs and the checkpoint say."""
+    draft = vllm_config.speculative_config.draft_model_config
+    parallel = vllm_config.parallel_config
+    hf_config = draft.hf_config
+    layers = getattr(hf_config, "num_hidden_layers", None)
+    kv_bytes = None
+    if layers and not draft.use_mla:
+        values = 2 * draft.get_num_kv_heads(parallel) * draft.get_head_size()
+        kv_bytes = layers * values * torch.empty(0, dtype=draft.dtype).element_size()
+    return {
+        "draft_weight_bytes_all_ranks": None
+        if draft.model == vllm_config.model_config.model
+        else weight_bytes(draft.model),
+        "draft_kv_bytes_per_token_per_rank": kv_bytes,
+    }
+
+
+def weight_bytes(model: str) -> int | None:
+    """Bytes of a checkpoint folder's tensors; None where `model` is not a local folder with safetensors."""
+    folder = Path(model)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
+    files = list(folder.glob("*.safetensors")) if folder.is_dir() else []
+    return sum(file.stat().st_size for file in files) or None
+
+
+def step_tensors(
+    input_batch: Any,
+    aux_hidden_states: list[torch.Tensor] | None,
+    num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+    last_sampled: torch.Tensor,
+    next_prefill_tokens: torch.Tensor,
+    *,
+    context: int,
+    num_speculative_tokens: int | None,
+) -> StepTensors:
+    n = input_batch.num_reqs
+    return StepTensors(
+        hidden=aux_hidden_states or (),
+        positions=input_batch.positions,
+        query_start_loc=input_batch.query_start_loc[: n + 1],
+        slots=input_batch.idx_mapping[:n],
+        num_sampled=num_sampled,
+        num_rejected=num_rejected,
+        last_sampled=last_sampled,
+        next_prefill_tokens=next_prefill_tokens,
+        row_bound=int(input_batch.num_scheduled_tokens[:n].clip(max=context).sum()),
+        # The rows of a round that wants no drafts are needed all the same: the next block reads them.
+        wants_drafts=num_speculative_tokens is None or num_speculative_tokens > 0,
+    )
+
+
+def batch_of(input_batch: Any) -> Batch:
+    n = input_batch.num_reqs
+    return Batch(
+        input_batch.idx_mapping_np[:n], input_batch.num_scheduled_tokens[:n], input_batch.num_draft_tokens_per_req
+    )
+
+
+class CapacitySpeculator(BaseSpeculator):  # type: ignore[misc]
+    """No draft model, no draft attention layer, no graphs: what is verified comes from the worker, or is nothing.
+
+    Not a DraftModelSpeculator, so the runner never asks it to load a model or to set up attention.
+    """
+
+    remote: RemoteDrafter
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        speculative = vllm_config.speculative_config
+        max_requests = vllm_config.scheduler_config.max_num_seqs
+        shape = (max_requests, speculative.num_speculative_tokens)
+        self.draft_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.draft_token_confidence_probs = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.draft_logits: torch.Tensor | None = None  # drafts are one-hot to the rejection sampler
+        self.supports_mm_inputs = False
+        self.enable_adaptive_verification = getattr(speculative, "enable_adaptive_verification", False)
+        # Where the runner looks for a draft model it finds one without parameters.
+        self.model = torch.nn.Module()
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Nothing of a remote draft is captured."""
+
+    def capture(self, *captured: Any) -> None:
+        """Nothing of a remote draft is captured."""
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        *rest: Any,
+        dummy_run: bool = False,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+        **more: Any,
+    ) -> torch.Tensor:
+        n = input_batch.num_reqs
+        step = step_tensors(
+            input_batch,
+            aux_hidden_states,
+            num_sampled,
+            num_rejected,
+            last_sampled,
+            next_prefill_tokens,
+            context=self.remote.shape.context,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        drafts, confidences = self.draft_tokens[:n], self.draft_token_confidence_probs[:n]
+        if dummy_run or not self.remote.is_serving:
+            self.remote.rehearse(step)
+            # The runner writes -1 past the drafts that it schedules.
+            drafts.zero_()
+            confidences.zero_()
+            return drafts
+        self.remote.begin(step)
+        remote_drafts, remote_confidences = self.remote.finish(batch_of(input_batch))
+        drafts.copy_(remote_drafts)
+        confidences.copy_(remote_confidences)
+        return drafts
+
+
+class ShadowSpeculator(DSparkSpeculator):  # type: ignore[misc]
+    """The local drafter as it is; beside it the remote round, and a comparison of both.
+
+    Outputs and schedules are the local drafter's.
+    """
+
+    remote: RemoteDrafter
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        *rest: Any,
+        dummy_run: bool = False,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+        **more: Any,
+    ) -> torch.Tensor:
+        step = step_tensors(
+            input_batch,
+            aux_hidden_states,
+            num_sampled,
+            num_rejected,
+            last_sampled,
+            next_prefill_tokens,
+            context=self.remote.shape.context,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        is_real = self.remote.is_serving and not dummy_run
+        if is_real:
+            # Ahead of the local draft on the stream, so that the worker drafts while the device does.
+            self.remote.begin(step)
+        else:
+            self.remote.rehearse(step)
+        clock = _LocalClock(self.device)
+        if num_speculative_tokens is not None and _TAKES_NUM_DRAFTS:
+            more["num_speculative_tokens"] = num_speculative_tokens
+        drafts: torch.Tensor = super().propose(
+            input_batch,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states,
+            aux_hidden_states,
+            num_sampled,
+            num_rejected,
+            last_sampled,
+            next_prefill_tokens,
+            temperature,
+            seeds,
+            *rest,
+            dummy_run=dummy_run,
+            is_profile=is_profile,
+            **more,
+        )
+        if is_real:
+            clock.stop()
+            self.remote.finish(batch_of(input_batch))
+            self.remote.compare(drafts, self._local_confidences(input_batch.num_reqs))
+            if self.remote.rank0 is not None:
+                self.remote.rank0.stats.record_us("local_propose_us", clock.us())
+        return drafts
+
+    def _local_confidences(self, n: int) -> torch.Tensor | None:
+        """[n, N], where this vLLM computes them."""
+        return self.draft_token_confidence_probs[:n] if getattr(self, "use_confidence_head", False) else None
+
+
+_TAKES_NUM_DRAFTS = "num_speculative_tokens" in inspect.signature(DSparkSpeculator.propose).parameters
+
+
+class _LocalClock:
+    """Time of the local draft: the device's own on CUDA, the host's elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[Any, Any] | None = None
+        if device.type == "cuda":
+            event: Any = torch.cuda.Event
+            self._events = event(enable_timing=True), event(enable_timing=True)
+            self._events[0].record()
+        self._began = time.perf_counter()
+        self._took_us = 0.0
+
+    def stop(self) -> None:
+        self._took_us = (time.perf_counter() - self._began) * 1e6
+        if self._events is not None:
+            self._events[1].record()
+
+    def us(self) -> float:
+        """Waits for the device."""
+        if self._events is None:
+            return self._took_us
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1]) * 1000)

@@ -1,0 +1,195 @@
+"""One real vLLM engine in this process: reads a job as JSON on the first line of stdin, prints one JSON line as its result.
+
+The job names the models, the engine's arguments and a list of phases; a phase submits prompts (token ids), may abort some of
+them, and may pause between steps: then `paused NAME` is printed and a line is awaited, so that whoever started this process
+can kill or start a worker at a known place. Everything but these lines goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+ENGINE_ENV = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "TRITON_INTERPRET": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+    "OMP_NUM_THREADS": "2",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+RESULT = "result "
+
+
+def main() -> None:
+    job = json.loads(sys.stdin.readline())
+    # vLLM logs to stdout; the protocol keeps it for itself.
+    protocol = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    result, llm = run(job, protocol)
+    # Ahead of the shutdown, in which vLLM's own processes may race each other into an exception.
+    protocol.write(RESULT + json.dumps(result) + "\n")
+    llm.llm_engine.engine_core.shutdown()
+
+
+def run(job: dict[str, Any], protocol: TextIO) -> tuple[dict[str, Any], Any]:
+    """The result and the engine, which is still up."""
+    from vllm import LLM
+
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 1 << 28,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    if job.get("drafter"):
+        arguments["speculative_config"] = {
+            "method": "dspark",
+            "model": job["drafter"],
+            "num_speculative_tokens": job.get("num_drafts", 5),
+        }
+    began = time.monotonic()
+    llm = LLM(model=job["target"], **(arguments | job.get("engine", {})))
+    started_s = time.monotonic() - began
+    recorder = Recorder(runner_of(llm).speculator) if job.get("record_drafts") else None
+    phases = {phase["name"]: run_phase(llm.llm_engine, phase, protocol, recorder) for phase in job["phases"]}
+    result = {
+        "started_s": round(started_s, 1),
+        "phases": phases,
+        "metrics": {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")},
+        "facts": facts(llm),
+    }
+    return result, llm
+
+
+def run_phase(engine: Any, phase: dict[str, Any], protocol: TextIO, recorder: Recorder | None) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    if recorder is not None:
+        # A recorded step waits for the device, so what is timed is not recorded.
+        recorder.drafts = []
+        recorder.is_on = not phase.get("is_timed")
+    pauses = {int(step): name for step, name in phase.get("pauses", {}).items()}
+    aborts = {int(step): name for step, name in phase.get("aborts", {}).items()}
+    # Prompts that join at a later step than 0.
+    joins = {int(name): step for name, step in phase.get("joins", {}).items()}
+    waiting = dict(enumerate(phase["prompts"]))
+    limits = phase["max_tokens"]
+    tokens: dict[str, list[int]] = {}
+    cached: dict[str, int] = {}
+    began, step = time.monotonic(), 0
+    while waiting or engine.has_unfinished_requests():
+        for index in [index for index in waiting if joins.get(index, 0) <= step]:
+            limit = limits[index] if isinstance(limits, list) else limits
+            params = SamplingParams(
+                temperature=phase.get("temperature", 0.0), seed=phase.get("seed"), max_tokens=limit, detokenize=False
+            )
+            engine.add_request(f"{phase['name']}-{index}", {"prompt_token_ids": waiting.pop(index)}, params)
+        if step in pauses:
+            protocol.write(f"paused {pauses[step]}\n")
+            sys.stdin.readline()
+        if step in aborts:
+            engine.abort_request([f"{phase['name']}-{aborts[step]}"])
+        for output in engine.step():
+            name = output.request_id.rsplit("-", 1)[-1] if "-" not in phase["name"] else output.request_id
+            tokens[name] = list(output.outputs[0].token_ids)
+            cached[name] = output.num_cached_tokens or 0
+        step += 1
+    return {
+        "tokens": tokens,
+        "cached": cached,
+        "steps": step,
+        "seconds": round(time.monotonic() - began, 2),
+        "drafts": recorder.drafts if recorder else [],
+    }
+
+
+class Recorder:
+    """Every draft while it is on: request, anchor position, ids that the engine got; with a remote also the worker's."""
+
+    def __init__(self, speculator: Any) -> None:
+        self.is_on = False
+        self.drafts: list[dict[str, Any]] = []
+        self._speculator = speculator
+        propose = speculator.propose
+
+        def recording_propose(input_batch: Any, *rest: Any, **more: Any) -> Any:
+            drafts = propose(input_batch, *rest, **more)
+            if self.is_on:
+                self._record(input_batch, rest[4], rest[5], drafts)
+            return drafts
+
+        speculator.propose = recording_propose
+
+    def _record(self, input_batch: Any, num_sampled: Any, num_rejected: Any, drafts: Any) -> None:
+        remote = getattr(self._speculator, "remote", None)
+        margins = remote.rank0.round.last_drafts.margins if remote is not None else None
+        starts = input_batch.positions[input_batch.query_start_loc[:-1].long()]
+        for row, req_id in enumerate(input_batch.req_ids):
+            if int(num_sampled[row]) == 0:
+                continue
+            valid = int(input_batch.num_scheduled_tokens[row]) - int(num_rejected[row])
+            one: dict[str, Any] = {
+                # vLLM appends a random part to the id that it was given.
+                "request": req_id.rsplit("-", 1)[0] if req_id.count("-") > 1 else req_id,
+                "position": int(starts[row]) + valid,
+                "drafts": drafts[row].tolist(),
+            }
+            if remote is not None:
+                one["ok"] = bool(remote._result.ok[row])
+                one["remote"] = remote._result.tokens[row].tolist()
+                one["confidences"] = [round(float(value), 4) for value in remote._result.confidences[row]]
+                one["margins"] = None if margins is None else [round(float(value), 4) for value in margins[row]]
+            self.drafts.append(one)
+
+
+def runner_of(llm: Any) -> Any:
+    """The model runner, where the engine lives in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def facts(llm: Any) -> dict[str, Any]:
+    """What this process can say about the engine inside it."""
+    with contextlib.suppress(AttributeError):
+        runner = runner_of(llm)
+        speculator = runner.speculator
+        layers = runner.vllm_config.compilation_config.static_forward_context
+        return {
+            "runner": [parent.__module__ for parent in type(runner).__mro__],
+            "speculator": type(speculator).__name__,
+            "speculator_module": type(speculator).__module__,
+            "speculator_parents": [parent.__name__ for parent in type(speculator).__mro__],
+            "attention_layers": sorted(layers),
+            "kv_cache_tensors": len(runner.kv_caches),
+            "kv_cache_blocks": runner.kv_cache_config.num_blocks,
+            "allocated_bytes": _allocated_bytes(),
+            "draft_parameters": sum(p.numel() for p in speculator.model.parameters()) if speculator else 0,
+            "farspark_modules": sorted(name for name in sys.modules if name.startswith("farspark.")),
+        }
+    return {}
+
+
+def _allocated_bytes() -> int | None:
+    """What this process holds on the device."""
+    import torch
+
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else None
+
+
+def environment(base: dict[str, str], **settings: str) -> dict[str, str]:
+    """The environment of such a process: `base` without anything of ours in it, plus `settings`."""
+    clean = {name: value for name, value in base.items() if not name.startswith(("VLLM_", "FARSPARK_"))}
+    return clean | ENGINE_ENV | {"PYTHONPATH": str(Path(__file__).parents[2])} | settings
+
+
+if __name__ == "__main__":
+    main()
