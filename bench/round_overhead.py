@@ -27,12 +27,14 @@ sys.path.insert(0, str(ROOT))
 from tests.fakes.drafters import NoopDrafter, info  # noqa: E402
 
 from farspark.clock import Deadline  # noqa: E402
+from farspark.engine.client import Client  # noqa: E402
+from farspark.engine.round import find_fault  # noqa: E402
+from farspark.engine.shape import ModelShape  # noqa: E402
 from farspark.stats import Stats  # noqa: E402
-from farspark.transport import connect, parse_endpoint  # noqa: E402
-from farspark.transport.base import Channel  # noqa: E402
+from farspark.transport import parse_endpoint, parse_endpoints  # noqa: E402
 from farspark.wire import codec  # noqa: E402
-from farspark.wire.layout import Dtype, EntryFlag, FrameStatus, HeaderFlag, Operation, StepFlag  # noqa: E402
-from farspark.wire.messages import Entry, Header, Hello, StepReply  # noqa: E402
+from farspark.wire.layout import EntryFlag, HeaderFlag, Operation, StepFlag  # noqa: E402
+from farspark.wire.messages import Entry, Header, StepReply  # noqa: E402
 from farspark.worker.config import WorkerConfig  # noqa: E402
 from farspark.worker.server import Server  # noqa: E402
 from farspark.worker.session import Session, SlotPool  # noqa: E402
@@ -86,32 +88,36 @@ def start(stack: ExitStack, *arguments: str) -> str:
 
 
 class FarsparkRound:
-    """One engine, as `farspark.engine.client` does a round: encode the head, send it before the rows, receive, check."""
+    """One engine: the real client, and the real check of the reply."""
 
-    def __init__(self, channel: Channel, rows_each: int) -> None:
-        self.channel = channel
+    def __init__(self, endpoint: str, rows_each: int) -> None:
         self.rows_each = rows_each
         self.rows = memoryview(os.urandom(REQUESTS * rows_each * INFO.row_bytes))
         self.positions = [0] * REQUESTS
-        self.sequence = 1
-        hello = Hello(
-            engine="bench",
-            identity=INFO.identity,
-            markov_identity=bytes(32),
-            row_bytes=INFO.row_bytes,
-            taps=INFO.taps,
-            hidden_size=INFO.hidden_size,
-            dtype=Dtype.BF16,
-            ring=CONTEXT,
-            context=CONTEXT,
+        self.step_id = 0
+        shape = ModelShape(
             num_drafts=NUM_DRAFTS,
-            slots=REQUESTS,
             vocab_size=VOCAB,
+            hidden_size=INFO.hidden_size,
+            taps=INFO.taps,
+            slots=REQUESTS,
+            context=CONTEXT,
+            ring=CONTEXT,
+            max_position=1 << 20,
         )
-        deadline = Deadline.after(5)
-        channel.send([codec.encode_frame(Header(Operation.HELLO, SESSION, 1, 0), codec.encode_hello(hello))], deadline)
-        header, payload = codec.decode_frame(channel.recv(deadline))
-        assert header.status == FrameStatus.OK, codec.decode_refusal(Operation.HELLO, payload)
+        hello = shape.hello(engine="bench", identity=INFO.identity, markov_identity=bytes(32), want_margin=False)
+        self.client = Client(
+            hello, parse_endpoints(endpoint), connect_timeout_s=5, backoff_s=1, backoff_max_s=1, stats=Stats()
+        )
+        self.client.start()
+        if not self.client.wait_ready(Deadline.after(10)):
+            raise RuntimeError(f"no connection: {self.client.last_failure}")
+        connection = self.client.connection()
+        assert connection is not None
+        self.connection = connection
+
+    def close(self) -> None:
+        self.client.close()
 
     def entries(self) -> list[Entry]:
         made = []
@@ -125,27 +131,24 @@ class FarsparkRound:
     def __call__(self) -> float:
         entries = self.entries()
         started = time.perf_counter_ns()
-        self.sequence += 1
-        head = codec.encode_step_head(SESSION, self.sequence, self.sequence, entries, len(self.rows), StepFlag(0))
-        deadline = Deadline.after(5)
-        self.channel.send([head, self.rows], deadline)
-        header, payload = codec.decode_frame(self.channel.recv(deadline))
-        if header.sequence != self.sequence or header.session != SESSION or header.status != FrameStatus.OK:
-            raise RuntimeError(f"unexpected reply {header}")
-        check(codec.decode_step_reply(payload), self.sequence)
+        self.step_id += 1
+        reply = self.client.step(self.connection, self.step_id, entries, [self.rows], StepFlag(0), Deadline.after(5))
+        check(reply, entries, self.step_id)
         return (time.perf_counter_ns() - started) / 1000
 
 
-def check(reply: StepReply, step_id: int) -> None:
-    tokens, confidences = reply.tokens.tolist(), reply.confidences.tolist()
-    if (
-        reply.step_id != step_id
-        or len(reply.entries) != REQUESTS
-        or not all(entry.status.has_drafts for entry in reply.entries)
-        or not (min(tokens) >= 0 and max(tokens) < VOCAB)
-        or not (min(confidences) >= 0 and max(confidences) <= 1)
-    ):
-        raise RuntimeError(f"unexpected reply {reply}")
+def check(reply: StepReply, entries: Sequence[Entry], step_id: int) -> None:
+    fault = find_fault(
+        reply,
+        entries,
+        step_id=step_id,
+        num_drafts=NUM_DRAFTS,
+        vocab_size=VOCAB,
+        context=CONTEXT,
+        want_margins=False,
+    )
+    if fault is not None or not all(entry.status.has_drafts for entry in reply.entries):
+        raise RuntimeError(f"unexpected reply: {fault or reply}")
 
 
 class BareRound:
@@ -196,7 +199,7 @@ def parts(rows_each: int, repeats: int = 3000) -> dict[str, float]:
 
     def check_reply(answer: bytes) -> None:
         _, payload = codec.decode_frame(memoryview(answer))
-        check(codec.decode_step_reply(payload), 1)
+        check(codec.decode_step_reply(payload), made, 1)
 
     for _ in range(repeats):
         made = entries()
@@ -225,8 +228,7 @@ def measure(rows_each: int, blocks: int, rounds: int, spin: str, client_spin: st
     with ExitStack() as stack:
         endpoint = start(stack, "--role", "worker", "--worker-spin", spin)
         port = int(start(stack, "--role", "bare", "--bytes", f"{request_bytes},{reply_bytes}"))
-        channel = stack.enter_context(closing(connect(parse_endpoint(endpoint + client_spin), Deadline.after(5))))
-        ours = FarsparkRound(channel, rows_each)
+        ours = stack.enter_context(closing(FarsparkRound(endpoint + client_spin, rows_each)))
         bare = BareRound(stack.enter_context(socket.create_connection(("127.0.0.1", port))), request_bytes, reply_bytes)
         measured: dict[str, Microseconds] = {"farspark": [], "bare": []}
         for block in range(blocks + 1):

@@ -52,7 +52,7 @@ _FINAL: Final = frozenset(
 
 
 class RequestStatus(enum.IntEnum):
-    """The fate of one request of a STEP."""
+    """The fate of one request of a STEP, from best to worst: those with drafts, the other usable one, the failures."""
 
     OK = 0
     PARTIAL_WINDOW = 1
@@ -66,12 +66,12 @@ class RequestStatus(enum.IntEnum):
 
     @property
     def has_drafts(self) -> bool:
-        return self in (RequestStatus.OK, RequestStatus.PARTIAL_WINDOW)
+        return self <= RequestStatus.PARTIAL_WINDOW
 
     @property
     def is_usable(self) -> bool:
         """True where the worker holds what rank 0 believes it holds."""
-        return self in (RequestStatus.OK, RequestStatus.PARTIAL_WINDOW, RequestStatus.NOT_NEEDED)
+        return self <= RequestStatus.NOT_NEEDED
 
 
 class HelloFlag(enum.IntFlag):

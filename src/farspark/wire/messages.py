@@ -21,6 +21,10 @@ from farspark.wire.layout import (
 )
 
 
+# Plain integers: the operators of enum.IntFlag take microseconds, and a round asks for every entry.
+_NEED_DRAFT, _NEW_GEN = int(EntryFlag.NEED_DRAFT), int(EntryFlag.NEW_GEN)
+
+
 class Header(NamedTuple):
     """The application header in front of every payload."""
 
@@ -90,11 +94,11 @@ class Entry(NamedTuple):
 
     @property
     def needs_draft(self) -> bool:
-        return bool(self.flags & EntryFlag.NEED_DRAFT)
+        return bool(int(self.flags) & _NEED_DRAFT)
 
     @property
     def is_new(self) -> bool:
-        return bool(self.flags & EntryFlag.NEW_GEN)
+        return bool(int(self.flags) & _NEW_GEN)
 
 
 @dataclass(frozen=True, slots=True)

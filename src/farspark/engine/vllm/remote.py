@@ -247,10 +247,14 @@ class RemoteDrafter:
                 started = time.perf_counter()
                 gathered = rank0.gather.wait()
                 waited_us = (time.perf_counter() - started) * 1e6
-                rank0.stats.record_us("gather_us", rank0.gather.device_us() or waited_us)
+                gather_us = rank0.gather.device_us() or waited_us
+                rank0.stats.record_us("gather_us", gather_us)
                 # The previous step's copy out of the result's buffer lies before this gather on the stream, hence is done.
                 step = RoundInput(self._requests(batch), gathered.meta, gathered.rows, self._phase(batch))
-                rank0.round.run(step, self._result)
+                started = time.perf_counter()
+                if rank0.round.run(step, self._result) is not RoundOutcome.FAILED:
+                    # Without the wait for the target's own step: what a round costs on top of it.
+                    rank0.stats.record_us("rank0_round_us", gather_us + (time.perf_counter() - started) * 1e6)
             self._report(rank0)
         except Exception:
             self._turn_off()
