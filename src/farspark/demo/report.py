@@ -78,7 +78,7 @@ class Report:
                 "round trip, p50",
                 f"{data['rtt_us_p50'] / 1000:.2f} ms, of which the worker {data['worker_us_p50'] / 1000:.2f} ms",
             ),
-            ("tokens per second", f"{data['tokens_per_s']:.1f}; the target alone {data['tokens_per_s_alone']:.1f}"),
+            ("tokens per second", f"{data['tokens_per_s']:.1f}; the target alone, asked for its logits too, {data['tokens_per_s_alone']:.1f}"),
             ("not allocated here", ", ".join(saved) or "not known"),
             ("text is the target's", proof),
         ]
