@@ -43,7 +43,9 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("POLICY", "resilient", "shadow or capacity"),
+        ("POLICY", "resilient", "shadow, resilience or capacity"),
+        ("SHADOW_USE", "both", "local or remote"),
+        ("ON_FAIL", "stop", "target_only or raise"),
         ("IDENTITY", "ab", "64 hex digits"),
         ("IDENTITY", "zz" * 32, "64 hex digits"),
         ("MARKOV_IDENTITY", "12", "64 hex digits"),
@@ -85,6 +87,18 @@ def test_an_empty_value_means_unset() -> None:
 def test_a_missing_identity_says_where_to_get_it() -> None:
     with pytest.raises(ConfigError, match="farspark identity CHECKPOINT"):
         read_config({R: "tcp://h:1"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy"),
+    [
+        ({"SHADOW_USE": "remote", "POLICY": "capacity"}, "shadow"),
+        ({"ON_FAIL": "raise", "POLICY": "resilience"}, "capacity"),
+    ],
+)
+def test_a_setting_of_another_policy_is_refused(settings: dict[str, str], policy: str) -> None:
+    with pytest.raises(ConfigError, match=rf"with {R}_POLICY={policy} only"):
+        read(**settings)
 
 
 def test_a_backoff_that_would_shrink_is_refused() -> None:

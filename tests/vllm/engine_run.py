@@ -188,7 +188,9 @@ def _allocated_bytes() -> int | None:
 def environment(base: dict[str, str], **settings: str) -> dict[str, str]:
     """The environment of such a process: `base` without anything of ours in it, plus `settings`."""
     clean = {name: value for name, value in base.items() if not name.startswith(("VLLM_", "FARSPARK_"))}
-    return clean | ENGINE_ENV | {"PYTHONPATH": str(Path(__file__).parents[2])} | settings
+    root = Path(__file__).parents[2]
+    # The sources beside these tests, whatever is installed.
+    return clean | ENGINE_ENV | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])} | settings
 
 
 if __name__ == "__main__":

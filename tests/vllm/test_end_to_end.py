@@ -330,7 +330,8 @@ def test_failed_rounds_bring_legal_ids_and_no_confidence(capacity: dict[str, Any
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Random models in float32, a cache too small for four requests, a restart of the worker: shadow, and the target alone.
+    """Random models in float32, a cache too small for four requests, a restart of the worker: shadow, resilience, and the
+    target alone.
 
     These drafts follow from the context, not from the Markov head as the agreeable pair's do: wrong rows show.
     """
@@ -351,9 +352,16 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     try:
         settings = remote("shadow", worker.endpoint, identity_of(pair), folder / "stats.json")
         run = run_engine(job(pair, crowd, restart, **engine), settings, on_pause=failures(worker))
+        again = folder / "resilience.json"
+        settings = remote("resilience", worker.endpoint, identity_of(pair), again)
+        resilience = run_engine(job(pair, restart, **engine), settings, on_pause=failures(worker))
     finally:
         worker.kill()
-    return {"run": run | {"stats": stats_of(folder / "stats.json")}, "alone": alone}
+    return {
+        "run": run | {"stats": stats_of(folder / "stats.json")},
+        "resilience": resilience | {"stats": stats_of(again)},
+        "alone": alone,
+    }
 
 
 def test_drafts_in_float32_are_the_local_ones_through_preemptions(exact: dict[str, Any]) -> None:
@@ -376,6 +384,24 @@ def test_drafts_in_float32_are_the_local_ones_after_the_windows_were_sent_again(
     assert len(resumed) >= 30
     assert run["stats"]["counters"]["resync_rows"] >= 2 * 30
     assert share_equal(((one["drafts"], one) for one in resumed), FLOAT32_TIE) >= 0.85
+
+
+def test_resilience_drafts_locally_and_exactly_what_the_worker_does_not_bring(exact: dict[str, Any]) -> None:
+    run = exact["resilience"]
+    assert_same_text(run, exact["alone"], "killed")
+    drafts = run["phases"]["killed"]["drafts"]
+    # What the worker brought is what was verified.
+    assert all(one["drafts"] == one["remote"] for one in drafts if one["ok"])
+    # What it did not bring is what vLLM's own drafter says there: its context was kept current through the remote rounds.
+    local = drafts_by_place(exact["run"], "killed")
+    stood_in = [(one, local[one["request"], one["position"]]) for one in drafts if not one["ok"]]
+    assert len(stood_in) >= 4
+    assert all(one["drafts"] == reference["drafts"] for one, reference in stood_in)
+    counters = run["stats"]["counters"]
+    assert counters["local_fallback_rounds"] >= 2
+    assert counters["rounds_ok"] > counters["local_fallback_rounds"]
+    assert counters["hellos"] == 2
+    assert "internal_error" not in counters
 
 
 def test_an_absent_worker_costs_nothing_but_the_drafts(

@@ -60,6 +60,7 @@ class Report:
     def as_text(self) -> str:
         data = self.as_json()
         positions = "  ".join(f"{k + 1}: {share:.0%}" for k, share in enumerate(self.accepted_by_position))
+        alone = f"the target alone, asked for its logits too, {data['tokens_per_s_alone']:.1f}"
         weights = self.not_allocated.get("draft_weight_bytes_all_ranks")
         kv = self.not_allocated.get("draft_kv_bytes_per_token_per_rank")
         saved = [f"draft weights {weights / 2**20:.1f} MiB"] if weights else []
@@ -78,7 +79,10 @@ class Report:
                 "round trip, p50",
                 f"{data['rtt_us_p50'] / 1000:.2f} ms, of which the worker {data['worker_us_p50'] / 1000:.2f} ms",
             ),
-            ("tokens per second", f"{data['tokens_per_s']:.1f}; the target alone, asked for its logits too, {data['tokens_per_s_alone']:.1f}"),
+            (
+                "tokens per second",
+                f"{data['tokens_per_s']:.1f}; {alone}",
+            ),
             ("not allocated here", ", ".join(saved) or "not known"),
             ("text is the target's", proof),
         ]

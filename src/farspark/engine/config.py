@@ -37,7 +37,22 @@ class Policy(enum.Enum):
     """Whose drafts are verified, and whether a local drafter exists."""
 
     SHADOW = "shadow"  # local drafts are verified; remote ones are compared with them
+    RESILIENCE = "resilience"  # remote drafts are verified, local ones for whatever the worker failed in a round
     CAPACITY = "capacity"  # no local drafter; remote drafts or none
+
+
+class ShadowUse(enum.Enum):
+    """Whose drafts the target verifies in shadow."""
+
+    LOCAL = "local"
+    REMOTE = "remote"
+
+
+class OnFail(enum.Enum):
+    """What a round without any draft means in capacity."""
+
+    TARGET_ONLY = "target_only"
+    RAISE = "raise"  # on every rank: for benchmarks, which must not go on as if drafts had come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +70,8 @@ class EngineConfig:
     trip: int  # failed attempts in a row that open the circuit breaker; 0 = off
     cooldown: int  # rounds that then touch no network
     strict_start: bool
+    shadow_use: ShadowUse
+    on_fail: OnFail
     want_margin: bool
     context: int | None  # None: the drafter's window, else FULL_ATTENTION_CONTEXT
     ring: int | None  # None: the context of a windowed drafter, else FULL_ATTENTION_RING
@@ -117,7 +134,7 @@ def _digest(text: str) -> bytes:
 
 
 _BOOLEAN: Final = "1/true/on/yes or 0/false/off/no"
-_POLICIES: Final = "shadow or capacity"
+_POLICIES: Final = "shadow, resilience or capacity"
 
 SETTINGS: Final[tuple[_Setting, ...]] = (
     _Setting("", str, "one or more endpoints"),
@@ -132,6 +149,8 @@ SETTINGS: Final[tuple[_Setting, ...]] = (
     _Setting("_TRIP", _whole_at_least(0), "a whole number of failed rounds in a row, 0 = off", 3),
     _Setting("_COOLDOWN", _whole_at_least(1), "a whole number of rounds, 1 or more", 256),
     _Setting("_STRICT_START", _boolean, _BOOLEAN, False),
+    _Setting("_SHADOW_USE", ShadowUse, "local or remote", ShadowUse.LOCAL),
+    _Setting("_ON_FAIL", OnFail, "target_only or raise", OnFail.TARGET_ONLY),
     _Setting("_WANT_MARGIN", _boolean, _BOOLEAN),
     _Setting("_CONTEXT", _whole_at_least(1), "a whole number of positions, 1 or more"),
     _Setting("_RING", _whole_at_least(1), "a whole number of rows, 1 or more"),
@@ -167,6 +186,15 @@ def read_config(environ: Mapping[str, str] | None = None) -> EngineConfig | None
             "rows outside the context are never drafted from, so set the ring to the context at most"
         )
     policy: Policy = values["_POLICY"]
+    for suffix, default, needed in (
+        ("_SHADOW_USE", ShadowUse.LOCAL, Policy.SHADOW),
+        ("_ON_FAIL", OnFail.TARGET_ONLY, Policy.CAPACITY),
+    ):
+        if values[suffix] is not default and policy is not needed:
+            raise ConfigError(
+                f"{PREFIX}{suffix}={values[suffix].value} means something with {PREFIX}_POLICY={needed.value} only, "
+                f"which is {policy.value} here; unset it"
+            )
     want_margin = values["_WANT_MARGIN"]
     return EngineConfig(
         endpoints=_endpoints(values[""], values["_BIND"]),
@@ -180,6 +208,8 @@ def read_config(environ: Mapping[str, str] | None = None) -> EngineConfig | None
         trip=values["_TRIP"],
         cooldown=values["_COOLDOWN"],
         strict_start=values["_STRICT_START"],
+        shadow_use=values["_SHADOW_USE"],
+        on_fail=values["_ON_FAIL"],
         want_margin=policy is Policy.SHADOW if want_margin is None else want_margin,
         context=values["_CONTEXT"],
         ring=values["_RING"],

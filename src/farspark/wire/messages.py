@@ -20,7 +20,6 @@ from farspark.wire.layout import (
     StepFlag,
 )
 
-
 # Plain integers: the operators of enum.IntFlag take microseconds, and a round asks for every entry.
 _NEED_DRAFT, _NEW_GEN = int(EntryFlag.NEED_DRAFT), int(EntryFlag.NEW_GEN)
 

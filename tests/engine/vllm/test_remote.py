@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from farspark.engine.config import EngineConfig, read_config
+from farspark.engine.config import EngineConfig, OnFail, read_config
 from farspark.engine.gather.torch_gather import StepTensors
 from farspark.engine.result import RoundOutcome
 from farspark.engine.shape import ModelShape
-from farspark.engine.vllm.remote import Admissions, Batch, RemoteDrafter, TpGroup
+from farspark.engine.vllm.remote import Admissions, Batch, RemoteDrafter, RemoteDrafts, RoundFailedError, TpGroup
 from farspark.errors import ConfigError
 
 N, SLOTS, TAPS, HIDDEN = 3, 4, 2, 4
@@ -92,7 +92,7 @@ class Ranks:
         drafter.start_serving()
         return drafter
 
-    def step(self, **how: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def step(self, **how: Any) -> list[RemoteDrafts]:
         results = []
         for drafter in self.drafters:
             drafter.begin(step(**how))
@@ -147,7 +147,7 @@ def test_only_rank_0_has_a_connection_and_buffers(make_ranks: Any) -> None:
 def test_every_rank_gets_the_drafts_of_rank_0(make_ranks: Any) -> None:
     ranks = make_ranks(2)
     answer_with(ranks.drafters[0], [[1, 2, 3], [4, 5, 6]])
-    for tokens, confidences in ranks.step():
+    for tokens, confidences, _ in ranks.step():
         assert tokens.tolist() == [[1, 2, 3], [4, 5, 6]]
         assert confidences.tolist() == [[0.5] * 3] * 2
 
@@ -184,7 +184,7 @@ def test_tp_agree_an_exception_on_rank_0_still_broadcasts_once_per_step_and_the_
     plant(ranks.drafters[0])
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
-            for tokens, confidences in ranks.step():
+            for tokens, confidences, _ in ranks.step():
                 assert tokens.tolist() == [[0, 0, 0]] * 2
                 assert confidences.tolist() == [[0, 0, 0]] * 2
     assert len(ranks.sent) == 4
@@ -200,7 +200,7 @@ def test_tp_agree_an_exception_on_rank_0_still_broadcasts_once_per_step_and_the_
 
 def test_without_a_worker_a_round_brings_nothing_and_says_why(make_ranks: Any) -> None:
     ranks = make_ranks(2)
-    for tokens, confidences in ranks.step():
+    for tokens, confidences, _ in ranks.step():
         assert not tokens.any()
         assert not confidences.any()
     counters = ranks.drafters[0].snapshot()["counters"]
@@ -230,6 +230,30 @@ def test_one_rank_alone_broadcasts_nothing(make_ranks: Any) -> None:
     answer_with(ranks.drafters[0], [[1, 2, 3], [4, 5, 6]])
     assert ranks.step()[0][0].tolist() == [[1, 2, 3], [4, 5, 6]]
     assert ranks.sent == []
+
+
+def test_ON_FAIL_raise_ends_every_rank_after_the_broadcast(make_ranks: Any) -> None:
+    ranks = make_ranks(2)
+    for drafter in ranks.drafters:
+        drafter.config = replace(drafter.config, on_fail=OnFail.RAISE)
+    for drafter in ranks.drafters:
+        drafter.begin(step())
+        with pytest.raises(RoundFailedError, match="ON_FAIL=raise"):
+            drafter.finish(batch())
+    assert ranks.taken == [1, 1]
+
+
+def test_ON_FAIL_raise_demands_a_worker_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the worker cannot be used"):
+        Ranks(tmp_path, 1, ON_FAIL="raise", CONNECT_TIMEOUT_MS="100")
+
+
+def test_TP_AGREE_every_rank_sees_the_same_outcome_and_the_same_usable_rows(make_ranks: Any) -> None:
+    ranks = make_ranks(2)
+    answer_with(ranks.drafters[0], [[1, 2, 3]])
+    for result, drafter in zip(ranks.step(), ranks.drafters, strict=True):
+        assert result.ok.tolist() == [True, False]
+        assert drafter.outcome() is RoundOutcome.OK
 
 
 def test_strict_start_refuses_to_start_without_a_worker(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ import torch
 from farspark.clock import Deadline
 from farspark.engine.breaker import Breaker
 from farspark.engine.client import Client
-from farspark.engine.config import EngineConfig
+from farspark.engine.config import EngineConfig, OnFail
 from farspark.engine.gather.layout import GatherShape
 from farspark.engine.gather.torch_gather import StepTensors, TorchGather
 from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
@@ -27,7 +27,7 @@ from farspark.engine.round import Phase, RemoteRound, RoundInput, RoundRequest
 from farspark.engine.shadow import ShadowComparison
 from farspark.engine.shape import ModelShape
 from farspark.engine.stats_file import StatsFile
-from farspark.errors import ConfigError
+from farspark.errors import ConfigError, FarsparkError
 from farspark.stats import Stats
 from farspark.wire.layout import RequestStatus
 
@@ -75,6 +75,18 @@ class Batch:
     num_drafts: npt.NDArray[np.integer[Any]] | None  # [n], drafts that the target verified; None: nobody had any
 
 
+class RemoteDrafts(NamedTuple):
+    """A round's result on the device: views that the next step overwrites."""
+
+    tokens: torch.Tensor  # int32 [n, N]
+    confidences: torch.Tensor  # float32 [n, N]
+    ok: torch.Tensor  # bool [n]; rows that are not ok hold zeros
+
+
+class RoundFailedError(FarsparkError):
+    """A benchmark must not go on as if drafts had come."""
+
+
 class Rank0:
     """What only the rank that talks has: the device buffers, the connection, the statistics. Owned by the engine thread."""
 
@@ -120,7 +132,8 @@ class Rank0:
 
     def start(self) -> None:
         self.client.start()
-        if self.config.strict_start and not self.client.wait_ready(Deadline.after(2 * self.config.connect_timeout_s)):
+        strict = self.config.strict_start or self.config.on_fail is OnFail.RAISE
+        if strict and not self.client.wait_ready(Deadline.after(2 * self.config.connect_timeout_s)):
             why = self.client.last_failure or "no answer"
             self.client.close()
             raise ConfigError(
@@ -203,10 +216,10 @@ class RemoteDrafter:
         except Exception:  # the one place that fails open: see `_turn_off`
             self._turn_off()
 
-    def finish(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The round and its result on every rank: draft ids int32 [n, N] and confidences float32 [n, N], on the device.
+    def finish(self, batch: Batch) -> RemoteDrafts:
+        """The round and its result on every rank. Whatever fails on rank 0, the broadcast takes place and brings legal ids.
 
-        Views that the next step overwrites. Whatever fails on rank 0, the broadcast takes place and brings legal ids.
+        Raises RoundFailedError, on every rank, where nobody got a draft and the settings say ON_FAIL=raise.
         """
         if self.rank0 is not None:
             self._run_round(self.rank0, batch)
@@ -215,7 +228,20 @@ class RemoteDrafter:
         n, shape = len(batch.slots), (self._layout.max_requests, self._layout.num_drafts)
         tokens = self._result_device[self._layout.tokens].view(shape)[:n]
         confidences = self._result_device[self._layout.confidences].view(torch.float32).view(shape)[:n]
-        return tokens, confidences
+        if self.config.on_fail is OnFail.RAISE and self.outcome() is RoundOutcome.FAILED:
+            raise RoundFailedError(
+                "VLLM_DSPARK_REMOTE_ON_FAIL=raise: a round brought no drafts; rank 0's log and statistics say why"
+            )
+        return RemoteDrafts(tokens, confidences, self._result_device[self._layout.ok][:n].bool())
+
+    def outcome(self) -> RoundOutcome:
+        """Of the newest round, the same on every rank. Waits for the device."""
+        return RoundOutcome(int(self._result_device[0]))
+
+    def note_local_fallback(self) -> None:
+        """A local draft stood in for what the worker did not bring."""
+        if self.rank0 is not None:
+            self.rank0.stats.add("local_fallback_rounds")
 
     def compare(self, local: torch.Tensor, local_confidences: torch.Tensor | None) -> None:
         """Compare the local drafts [n, N] of this step with the remote ones. Rank 0 only; waits for the local drafter."""

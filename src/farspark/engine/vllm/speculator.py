@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from farspark.engine.config import EngineConfig, Policy
+from farspark.engine.config import EngineConfig, Policy, ShadowUse
 from farspark.engine.gather.torch_gather import StepTensors
+from farspark.engine.result import RoundOutcome
 from farspark.engine.shape import ModelShape
-from farspark.engine.vllm.remote import Admissions, Batch, RemoteDrafter, TpGroup
+from farspark.engine.vllm.remote import Admissions, Batch, RemoteDrafter, RemoteDrafts, TpGroup
 from farspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -30,9 +33,13 @@ logger = logging.getLogger(__name__)
 
 def make_speculator(
     config: EngineConfig, vllm_config: VllmConfig, device: torch.device, admissions: Admissions
-) -> ShadowSpeculator | CapacitySpeculator:
+) -> _WithLocalDrafter | CapacitySpeculator:
     """The speculator of the policy that `config` names."""
-    kinds = {Policy.SHADOW: ShadowSpeculator, Policy.CAPACITY: CapacitySpeculator}
+    kinds = {
+        Policy.SHADOW: ShadowSpeculator,
+        Policy.RESILIENCE: ResilienceSpeculator,
+        Policy.CAPACITY: CapacitySpeculator,
+    }
     speculator = kinds[config.policy](vllm_config, device)
     speculator.remote = make_remote(config, vllm_config, device, admissions)
     return speculator
@@ -226,17 +233,14 @@ class CapacitySpeculator(BaseSpeculator):  # type: ignore[misc]
             confidences.zero_()
             return drafts
         self.remote.begin(step)
-        remote_drafts, remote_confidences = self.remote.finish(batch_of(input_batch))
-        drafts.copy_(remote_drafts)
-        confidences.copy_(remote_confidences)
+        remote = self.remote.finish(batch_of(input_batch))
+        drafts.copy_(remote.tokens)
+        confidences.copy_(remote.confidences)
         return drafts
 
 
-class ShadowSpeculator(DSparkSpeculator):  # type: ignore[misc]
-    """The local drafter as it is; beside it the remote round, and a comparison of both.
-
-    Outputs and schedules are the local drafter's.
-    """
+class _WithLocalDrafter(DSparkSpeculator):  # type: ignore[misc]
+    """vLLM's own drafter as it is, and the remote one beside it. What becomes of the two is the policy's."""
 
     remote: RemoteDrafter
 
@@ -270,16 +274,8 @@ class ShadowSpeculator(DSparkSpeculator):  # type: ignore[misc]
             context=self.remote.shape.context,
             num_speculative_tokens=num_speculative_tokens,
         )
-        is_real = self.remote.is_serving and not dummy_run
-        if is_real:
-            # Ahead of the local draft on the stream, so that the worker drafts while the device does.
-            self.remote.begin(step)
-        else:
-            self.remote.rehearse(step)
-        clock = _LocalClock(self.device)
-        if num_speculative_tokens is not None and _TAKES_NUM_DRAFTS:
-            more["num_speculative_tokens"] = num_speculative_tokens
-        drafts: torch.Tensor = super().propose(
+        propose_locally = functools.partial(
+            super().propose,
             input_batch,
             attn_metadata,
             slot_mappings,
@@ -296,17 +292,74 @@ class ShadowSpeculator(DSparkSpeculator):  # type: ignore[misc]
             is_profile=is_profile,
             **more,
         )
-        if is_real:
-            clock.stop()
-            self.remote.finish(batch_of(input_batch))
-            self.remote.compare(drafts, self._local_confidences(input_batch.num_reqs))
-            if self.remote.rank0 is not None:
-                self.remote.rank0.stats.record_us("local_propose_us", clock.us())
+
+        def local(num_drafts: int | None) -> torch.Tensor:
+            known = {} if num_drafts is None or not _TAKES_NUM_DRAFTS else {"num_speculative_tokens": num_drafts}
+            drafts: torch.Tensor = propose_locally(**known)
+            return drafts
+
+        if dummy_run or not self.remote.is_serving:
+            self.remote.rehearse(step)
+            return local(num_speculative_tokens)
+        # Ahead of the local draft on the stream, so that the worker drafts while the device does.
+        self.remote.begin(step)
+        return self._drafts(local, input_batch, num_speculative_tokens)
+
+    def _drafts(
+        self, local: Callable[[int | None], torch.Tensor], input_batch: Any, num_drafts: int | None
+    ) -> torch.Tensor:
+        """The drafts to verify, [n, N]. `local(k)` runs the local drafter: k = 0 keeps its context current and drafts nothing."""
+        raise NotImplementedError
+
+    def _take_remote(self, drafts: torch.Tensor, remote: RemoteDrafts) -> None:
+        """Put the worker's drafts, where there are any, into the places of `drafts` [n, N]."""
+        usable = remote.ok[:, None]
+        drafts.copy_(torch.where(usable, remote.tokens.to(drafts.dtype), drafts))
+        confidences = getattr(self, "draft_token_confidence_probs", None)
+        if confidences is not None:
+            mine = confidences[: len(drafts)]
+            mine.copy_(torch.where(usable, remote.confidences, mine))
+
+
+class ShadowSpeculator(_WithLocalDrafter):
+    """The local drafter runs every round and both are compared. Outputs and schedules are the local drafter's, unless the
+    settings ask for the remote drafts."""
+
+    def _drafts(
+        self, local: Callable[[int | None], torch.Tensor], input_batch: Any, num_drafts: int | None
+    ) -> torch.Tensor:
+        clock = _LocalClock(self.device)
+        drafts: torch.Tensor = local(num_drafts)
+        clock.stop()
+        remote = self.remote.finish(batch_of(input_batch))
+        self.remote.compare(drafts, self._local_confidences(input_batch.num_reqs))
+        if self.remote.rank0 is not None:
+            self.remote.rank0.stats.record_us("local_propose_us", clock.us())
+        if self.remote.config.shadow_use is ShadowUse.REMOTE:
+            self._take_remote(drafts, remote)
         return drafts
 
     def _local_confidences(self, n: int) -> torch.Tensor | None:
         """[n, N], where this vLLM computes them."""
         return self.draft_token_confidence_probs[:n] if getattr(self, "use_confidence_head", False) else None
+
+
+class ResilienceSpeculator(_WithLocalDrafter):
+    """Remote drafts are verified. The local drafter's context is kept current every round, so that it can stand in at once,
+    exactly, for what the worker did not bring; where vLLM allows it, it drafts only then."""
+
+    def _drafts(
+        self, local: Callable[[int | None], torch.Tensor], input_batch: Any, num_drafts: int | None
+    ) -> torch.Tensor:
+        drafts: torch.Tensor = local(0)  # a vLLM that cannot skip the draft has drafted here
+        remote = self.remote.finish(batch_of(input_batch))
+        # Decided by what was broadcast, so every rank runs the local draft or none does.
+        if self.remote.outcome() in (RoundOutcome.FAILED, RoundOutcome.SOME_FAILED) and num_drafts != 0:
+            if _TAKES_NUM_DRAFTS:
+                drafts = local(num_drafts)
+            self.remote.note_local_fallback()
+        self._take_remote(drafts, remote)
+        return drafts
 
 
 _TAKES_NUM_DRAFTS = "num_speculative_tokens" in inspect.signature(DSparkSpeculator.propose).parameters
