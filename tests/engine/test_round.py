@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.engine_world import CONTEXT, INFO, SLOTS, Row, World
 
 from farspark.engine.result import RoundOutcome
-from farspark.engine.round import find_fault
+from farspark.engine.round import SILENT_STEPS, find_fault
 from farspark.wire.layout import EntryFlag, RequestStatus
 from farspark.wire.messages import Entry, EntryReply, StepReply
 
@@ -65,6 +65,20 @@ def test_FAIL_LIFETIME_a_late_reply_costs_one_round_and_is_never_taken_for_the_n
         assert world.stats.count("late_replies") == 1
         assert world.stats.count("resync_rounds") == 1
         assert world.stats.count("hellos") == 1
+
+
+def test_HALF_OPEN_a_connection_that_stays_silent_is_given_up_and_made_again() -> None:
+    with World() as world:
+        request = world.admit(1)
+        good(world, Row(request, 3, sampled=True))
+        for _ in range(SILENT_STEPS):
+            assert world.channel is not None
+            world.channel.late = True
+            failed(world, Row(request, 1, sampled=True))
+        assert world.stats.count("disconnects") == 1
+        world.wait_ready()
+        good(world, Row(request, 1, sampled=True))
+        assert world.stats.count("hellos") == 2
 
 
 def test_LATE_REPLY_the_slot_is_reused_while_a_reply_is_late() -> None:
@@ -187,6 +201,10 @@ def test_a_program_of_random_steps_and_faults_drafts_what_a_reference_drafts() -
                     world.admit(slot, start=rng.choice([0, 0, 7, 64]))
             slots = rng.sample(range(SLOTS), rng.randint(1, SLOTS))
             rows = [Row(world.by_slot[slot], rng.choice([1, 1, 2, 3, 6, 9, 25]), rng.random() < 0.8) for slot in slots]
+            world.wait_ready()
+            if world.reconnected():
+                for request in world.by_slot.values():
+                    request.clean = False
             assert world.channel is not None
             fault = rng.choice([None] * 8 + ["late", "close", "garbage", "internal"])
             if fault == "late":

@@ -129,6 +129,7 @@ class World:
     stats: Stats = field(default_factory=Stats)
     channel: FaultyChannel | None = None
     numbers: int = 0
+    epoch: int = 0
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -219,6 +220,13 @@ class World:
         request.end = max(request.start, request.end - lost)
         request.start = request.end
         request.clean = False
+
+    def reconnected(self) -> bool:
+        """Whether the connection is another one than at the last call: what the worker holds is then void."""
+        connection = self.client.connection()
+        epoch = connection.epoch if connection else self.epoch
+        changed, self.epoch = epoch != self.epoch, epoch
+        return changed
 
     def client_notices(self) -> None:
         """Wait until the client has seen that the worker went away, if it had a connection to it."""

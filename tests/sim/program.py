@@ -142,6 +142,8 @@ def _forget_all(world: World) -> None:
 
 def _round(world: World, planned: Sequence[tuple[int, int, bool]], fault: Fault, tally: Tally) -> None:
     world.wait_ready()
+    if world.reconnected():
+        _forget_all(world)
     for slot, _, _ in planned:
         if slot not in world.by_slot:
             world.admit(slot)

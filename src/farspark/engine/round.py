@@ -71,6 +71,9 @@ class LastDrafts:
     entry_status: dict[int, RequestStatus] = field(default_factory=dict)  # by batch row
 
 
+# So many STEPs in a row without a reply, and the connection is given up.
+SILENT_STEPS: Final = 3
+
 _ROUND_COUNTER: Final = {
     RoundOutcome.FAILED: "rounds_failed",
     RoundOutcome.SOME_FAILED: "rounds_some_failed",
@@ -132,6 +135,7 @@ class RemoteRound:
         self._flags = StepFlag.MARGINS if want_margin else StepFlag(0)
         self._clock = clock
         self._epoch = 0
+        self._silent_steps = 0  # STEPs of this connection without a reply, in a row
         self._step_id = 0
 
     def run(self, step: RoundInput, result: PackedResult) -> RoundOutcome:
@@ -192,6 +196,7 @@ class RemoteRound:
         if connection.epoch != self._epoch:
             self.slots.mark_all_dirty()
             self._epoch = connection.epoch
+            self._silent_steps = 0
         if not self.breaker.allows():
             for request in step.requests:
                 self.slots.mark_dirty(request.slot)
@@ -274,8 +279,12 @@ class RemoteRound:
                 connection, self._step_id, entries, pieces, self._flags, Deadline.after(self._timeout_s, self._clock)
             )
         except TimeoutError:
+            self._silent_steps += 1
             if connection.channel.is_closed:
                 self._client.drop(connection, "a STEP could not be sent before its deadline")
+            elif self._silent_steps >= SILENT_STEPS:
+                # It may have stopped in the middle of a frame, for good; a new connection is made beside the rounds.
+                self._client.drop(connection, f"no reply to {self._silent_steps} STEPs in a row")
             raise _RoundFailed("timeout", is_attempt=True) from None
         except TransportError as error:
             self._client.drop(connection, str(error))
@@ -292,6 +301,7 @@ class RemoteRound:
             if resyncs:
                 self._stats.add("resync_rounds")
                 self._stats.add("resync_rows", sum(entry.n_rows for entry in resyncs))
+        self._silent_steps = 0
         rtt_us = (self._clock() - sent_at) * 1e6
         self._stats.record_us("rtt_us", rtt_us)
         self._stats.record_us(f"rtt_us_{step.phase.value}", rtt_us)

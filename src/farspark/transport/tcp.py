@@ -44,9 +44,6 @@ _MAX_KEPT_BYTES = 4 * 1024 * 1024
 _IOV_MAX = 1024
 # Plain integers: the operators of enum.IntFlag take microseconds.
 _DONT_WAIT, _WAIT_ALL = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL)
-# How long the kernel may sit on the first part of a send before we look whether the peer sends, too. Short: two ends that
-# both wait here for each other move nothing.
-_SEND_SLICE_S = 0.005
 _BACKLOG = 128
 
 _Address = tuple[Any, ...]
@@ -104,8 +101,7 @@ class TcpChannel:
         buffers = [_LENGTH.pack(frame_bytes), *pieces]
         self._begin()
         try:
-            # Asleep in one call while the peer reads, where there is time for it; see _SEND_SLICE_S.
-            sent = self._send_some(buffers, 0 if deadline.left_s() > 4 * _SEND_SLICE_S else _DONT_WAIT)
+            sent = self._send_some(buffers)
             if sent < _LENGTH.size + frame_bytes:
                 self._send_rest(buffers, sent, deadline)
         finally:
@@ -161,10 +157,10 @@ class TcpChannel:
             if self._is_closed:
                 self._socket.close()
 
-    def _send_some(self, buffers: Sequence[Piece], flags: int = _DONT_WAIT) -> int:
-        """Hand over what fits, waiting for _SEND_SLICE_S at most or, with _DONT_WAIT, not at all; the number of bytes."""
+    def _send_some(self, buffers: Sequence[Piece]) -> int:
+        """Hand over what fits without waiting; the number of bytes."""
         try:
-            return self._socket.sendmsg(buffers if len(buffers) <= _IOV_MAX else buffers[:_IOV_MAX], (), flags)
+            return self._socket.sendmsg(buffers if len(buffers) <= _IOV_MAX else buffers[:_IOV_MAX], (), _DONT_WAIT)
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -516,8 +512,6 @@ def _set_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
-    # struct timeval: seconds, microseconds, each as wide as a C long.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, int(_SEND_SLICE_S * 1e6)))
 
 
 _REASONS = {
