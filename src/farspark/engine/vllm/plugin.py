@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from farspark.engine.config import EngineConfig
     from farspark.engine.vllm.remote import RemoteDrafter
+    from farspark.engine.vllm.versions import HookPoints
 
 _SWITCH = "VLLM_DSPARK_REMOTE"
 _METHOD = "dspark"
@@ -27,6 +28,26 @@ def register() -> None:
     global _is_registered
     if not os.environ.get(_SWITCH, "").strip() or _is_registered:
         return
+    config, _ = _prepare()
+    _replace_init_speculator(config)
+    _is_registered = True
+
+
+def speculator_for_overlay(vllm_config: Any, device: Any) -> Any:
+    """What the branch of `farspark overlay` returns from vLLM's own `init_speculator`: the speculator that `register` would
+    have put there, after everything else that `register` does. Raises ConfigError as that does.
+
+    The branch runs only where a speculator is built. With more than one process to an engine, the one that schedules is
+    another, and what belongs there is out of reach; that is said.
+    """
+    config, record = _prepare()
+    _log_where_vllm_logs()
+    warn_of_dropped_blocks(config, record, vllm_config.parallel_config.distributed_executor_backend)
+    return _make_speculator(config, vllm_config, device)
+
+
+def _prepare() -> tuple[EngineConfig, HookPoints]:
+    """Read the settings, check this vLLM, and change what is changed for the whole process; once more changes nothing more."""
     from farspark.engine.config import Policy, read_config
     from farspark.engine.vllm.kv_groups import keep_cached_blocks
     from farspark.engine.vllm.versions import check_hook_points, installed_sources, record_for
@@ -36,10 +57,27 @@ def register() -> None:
     sources = installed_sources()
     record = check_hook_points(sources) if sources else record_for(None)
     _refuse_old_runner()
-    _replace_init_speculator(config)
     if config.policy is Policy.CAPACITY:
         keep_cached_blocks(record.cached_block_drop)
-    _is_registered = True
+    return config, record
+
+
+def warn_of_dropped_blocks(config: EngineConfig, record: HookPoints, executor: Any) -> None:
+    """Say that an engine with `executor` loses cached blocks under an overlay, if `config` and `record` make it so."""
+    from farspark.engine.config import Policy
+    from farspark.engine.vllm.versions import CachedBlockDrop
+
+    is_scheduled_elsewhere = executor not in ("uni", "external_launcher")
+    if (
+        config.policy is Policy.CAPACITY
+        and is_scheduled_elsewhere
+        and record.cached_block_drop is not CachedBlockDrop.NONE
+    ):
+        logging.getLogger(__name__).warning(
+            "farspark: an overlay does not reach the process that schedules (executor %s), so prefix-cache hits lose their "
+            "last block; the plugin keeps it",
+            executor,
+        )
 
 
 def _refuse_old_runner() -> None:
@@ -75,21 +113,25 @@ def _replace_init_speculator(config: EngineConfig) -> None:
             )
             return original(vllm_config, device, *rest, **more)
         _log_where_vllm_logs()
-        from farspark.engine.vllm.remote import Admissions
-        from farspark.engine.vllm.speculator import make_speculator
-
-        refuse_unsupported(config, vllm_config)
-        admissions = Admissions()
-        _note_admissions(admissions)
-        speculator = make_speculator(config, vllm_config, device, admissions)
-        _serve_after_warmup(speculator.remote)
-        return speculator
+        return _make_speculator(config, vllm_config, device)
 
     spec_decode.init_speculator = init_speculator
     # The runner imported the function by name, perhaps before this plugin was loaded.
     runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
     if runner is not None:
         runner.init_speculator = init_speculator  # type: ignore[attr-defined]
+
+
+def _make_speculator(config: EngineConfig, vllm_config: Any, device: Any) -> Any:
+    from farspark.engine.vllm.remote import Admissions
+    from farspark.engine.vllm.speculator import make_speculator
+
+    refuse_unsupported(config, vllm_config)
+    admissions = Admissions()
+    _note_admissions(admissions)
+    speculator = make_speculator(config, vllm_config, device, admissions)
+    _serve_after_warmup(speculator.remote)
+    return speculator
 
 
 def refuse_unsupported(config: EngineConfig, vllm_config: Any) -> None:
