@@ -153,7 +153,7 @@ def test_without_an_endpoint_the_explanation_says_that_farspark_is_inert() -> No
 
 
 def test_the_shipped_configs_are_those_that_the_settings_allow_today() -> None:
-    assert [path.stem for path in CONFIGS] == ["A-local", "C-capacity", "C-shadow"]
+    assert [path.stem for path in CONFIGS] == ["A-local", "C-capacity", "C-resilience", "C-shadow-remote", "C-shadow"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -168,7 +168,13 @@ def test_a_shipped_config_is_valid_says_what_it_is_for_and_explains_every_line(p
     made = prepare(parse_launch(text, path.name), environ)
     refuse_unloadable(made)
     assert made.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    policies = {"A-local": None, "C-shadow": Policy.SHADOW, "C-capacity": Policy.CAPACITY}
+    policies = {
+        "A-local": None,
+        "C-shadow": Policy.SHADOW,
+        "C-shadow-remote": Policy.SHADOW,
+        "C-capacity": Policy.CAPACITY,
+        "C-resilience": Policy.RESILIENCE,
+    }
     assert (made.config.policy if made.config else None) is policies[path.stem]
     if made.config is not None:
         assert made.config.identity.hex() == IDENTITY
