@@ -32,7 +32,7 @@ $(READY): pyproject.toml requirements/cpu-engine.txt requirements/target.txt $(P
 	@touch $@
 
 demo: $(READY) ## real vLLM with remote drafts; PROMPT='…' for your own, DEMO_ARGS='--json FILE --dtype float32'
-	$(BIN)/farspark demo $(if $(PROMPT),--prompt $(call quote,$(PROMPT))) $(DEMO_ARGS)
+	$(BIN)/farspark demo $(if $(value PROMPT),--prompt $(call quote,$(value PROMPT))) $(DEMO_ARGS)
 
 test: $(READY) ## every test that needs no GPU, real vLLM included
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
