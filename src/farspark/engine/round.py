@@ -162,11 +162,7 @@ class RemoteRound:
         result.set_outcome(outcome)
         if outcome is not RoundOutcome.NOTHING:
             self._count_for_breaker(success=outcome is not RoundOutcome.FAILED)
-        self._stats.add(
-            {RoundOutcome.FAILED: "rounds_failed", RoundOutcome.SOME_FAILED: "rounds_some_failed"}.get(
-                outcome, "rounds_ok"
-            )
-        )
+        self._stats.add(_ROUND_COUNTER[outcome])
         return outcome
 
     def _count_for_breaker(self, *, success: bool) -> None:
@@ -267,7 +263,7 @@ class RemoteRound:
 
     def _send(self, connection: Connection, planned: Sequence[_Planned], step: RoundInput) -> StepReply:
         entries = [one.entry for one in planned]
-        resyncs = [entry for entry in entries if entry.flags & EntryFlag.RESYNC]
+        resyncs = [one.send for one in planned if one.send.from_ring]
         pieces = self._pieces(planned, step.rows)
         if self._client.connection() is not connection:
             raise _RoundFailed("reconnected")
@@ -290,7 +286,7 @@ class RemoteRound:
             self._client.drop(connection, str(error))
             raise _RoundFailed("transport_error", is_attempt=True) from error
         except ProtocolError as error:
-            self._refuse_reply(str(error))
+            self.last_bad_reply = str(error)
             self._client.drop(connection, str(error))
             raise _RoundFailed("bad_reply", is_attempt=True) from error
         except Refused as refused:
@@ -317,9 +313,6 @@ class RemoteRound:
             self._client.drop(connection, f"the worker has no such session: {refused}")
         return _RoundFailed(f"frame_{name}", is_attempt=True)
 
-    def _refuse_reply(self, why: str) -> None:
-        self.last_bad_reply = why
-
     def _check(self, reply: StepReply, planned: Sequence[_Planned], connection: Connection) -> None:
         """Trust nothing: raises _RoundFailed("bad_reply") and keeps the reason."""
         why = find_fault(
@@ -332,7 +325,7 @@ class RemoteRound:
             want_margins=bool(self._flags & StepFlag.MARGINS),
         )
         if why is not None:
-            self._refuse_reply(why)
+            self.last_bad_reply = why
             raise _RoundFailed("bad_reply", is_attempt=True)
 
     def _settle(
