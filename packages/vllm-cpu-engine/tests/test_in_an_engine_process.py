@@ -10,7 +10,7 @@ import pytest
 
 from farspark_vllm_cpu_engine import environment
 
-FILES = ("test_kernels.py", "test_linear.py")
+FILES = ("test_kernels.py", "test_linear.py", "test_norm.py")
 
 
 @pytest.mark.vllm

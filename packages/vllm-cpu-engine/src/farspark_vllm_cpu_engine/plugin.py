@@ -1,4 +1,4 @@
-"""The vLLM plugin: installs the native kernels in every vLLM process that interprets Triton on a CPU."""
+"""The vLLM plugin: repairs and native kernels for every vLLM process that interprets Triton on a CPU."""
 
 import logging
 import os
@@ -19,10 +19,14 @@ def register() -> None:
     choice = os.environ.get(KERNELS_VARIABLE, "native")
     if choice not in KERNEL_CHOICES:
         raise ValueError(f"{KERNELS_VARIABLE}={choice!r}: expected one of {', '.join(KERNEL_CHOICES)}")
+
+    from . import launch, linear, norm
+
+    # Without it vLLM's own drafter is wrong, whatever runs the kernels.
+    norm.install()
     if choice == "interpreted":
         return
 
-    from . import launch, linear
     from .kernels import NATIVE_KERNELS
 
     launch.install(NATIVE_KERNELS)
