@@ -9,9 +9,12 @@ PYTEST_ARGS ?=
 ROUNDS ?= 20000
 SEED ?=
 PROMPT ?=
+NATIVE_BUILD := build/native
+NATIVE_ARGS = $(if $(SEED),--seed $(SEED))
+NATIVE_CC = $(CC) -std=c11 -g -Wall -Wextra -Wpedantic -Werror -pthread -Isrc/farspark/native tests/native/hostflag_test.c
 DEMO_ARGS ?=
 
-.PHONY: help setup demo test sim check format bench clean
+.PHONY: help setup demo test sim check format native native-check bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -49,11 +52,24 @@ format: $(READY) ## rewrite the sources in the one format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Also on a bare python3: the package's native room needs the standard library only.
+native: ## build the native helper of asynchronous rounds beside its sources (else it is compiled at first use)
+	PYTHONPATH=src $(PYTHON) -m farspark.native
+
+native-check: ## the native helper's C tests: optimised, under TSan, under ASan and UBSan; SEED=…
+	@mkdir -p $(NATIVE_BUILD)
+	$(NATIVE_CC) -O2 -o $(NATIVE_BUILD)/plain
+	$(NATIVE_CC) -O1 -fsanitize=thread -o $(NATIVE_BUILD)/thread
+	$(NATIVE_CC) -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -o $(NATIVE_BUILD)/address
+	$(NATIVE_BUILD)/plain $(NATIVE_ARGS) --fuzz 3000000
+	$(NATIVE_BUILD)/thread $(NATIVE_ARGS) --race 5000
+	$(NATIVE_BUILD)/address $(NATIVE_ARGS) --race 5000
+
 bench: $(READY) ## the published figures that need no GPU
 	$(BIN)/python bench/round_overhead.py
 	$(BIN)/python bench/worker_step.py
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis $(NATIVE_BUILD) src/farspark/native/*.so
 
 quote = '$(subst ','\'',$(1))'

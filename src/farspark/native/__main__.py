@@ -1,0 +1,7 @@
+"""`python -m farspark.native [FILE]` builds the native helper."""
+
+import sys
+
+from farspark.native.build import main
+
+sys.exit(main(sys.argv[1:]))
