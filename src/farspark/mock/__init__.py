@@ -1,0 +1,1 @@
+"""A worker without a model that fails on demand."""

@@ -1,0 +1,68 @@
+"""Drafts that are made up: the worker's drafter without a model."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from farspark.mock.arrays import array
+from farspark.wire import layout
+from farspark.worker.batch import DraftBatch, DrafterInfo, DraftResult, Progress
+
+NO_IDENTITY: Final = bytes(layout.IDENTITY_BYTES)
+
+
+class MockDrafter:
+    """Drafts the anchor's successors, each with confidence a half, whatever the rows are."""
+
+    def __init__(self, info: DrafterInfo) -> None:
+        self._info = info
+
+    @property
+    def info(self) -> DrafterInfo:
+        return self._info
+
+    def warm_up(self, progress: Progress) -> None:
+        progress("nothing to warm up", 1, 1)
+
+    def draft(self, batch: DraftBatch) -> DraftResult:
+        tokens: list[int] = []
+        confidences: list[float] = []
+        for entry in batch.entries:
+            for depth in range(self._info.num_drafts):
+                is_wanted = entry.need_draft and depth < entry.n_out
+                tokens.append((entry.anchor_token + 1 + depth) % self._info.vocab_size if is_wanted else 0)
+                confidences.append(0.5 if is_wanted else 0.0)
+        floats = array("f", confidences)
+        return DraftResult(
+            [True] * len(batch.entries), array("i", tokens), floats, floats if batch.want_margins else None
+        )
+
+
+def mock_info(
+    *,
+    num_drafts: int,
+    vocab_size: int,
+    hidden_size: int,
+    taps: int,
+    slots: int,
+    context: int,
+    identity: bytes,
+) -> DrafterInfo:
+    """A drafter of this shape that holds nothing."""
+    return DrafterInfo(
+        kind="MockDrafter",
+        num_drafts=num_drafts,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        taps=taps,
+        row_bytes=2 * taps * hidden_size,
+        slots=slots,
+        context=context,
+        window=0,
+        max_position=layout.MAX_POSITION,
+        identity=identity,
+        markov_identity=NO_IDENTITY,
+        device="none",
+        dtype="bfloat16",
+        context_bytes=0,
+    )
