@@ -1,23 +1,29 @@
 """What a round costs on top of its bytes: client and worker over loopback, the drafter doing nothing, against a bare
-blocking socket exchange of the same bytes between two processes.
+socket exchange of the same bytes between two processes, with the same socket options.
 
-The two are measured in alternating blocks, so that both see the same machine. Then the parts of the difference are timed
-alone, in a tight loop: in a real round each of them runs once, with caches that the rows have just swept. Run from the root
-of the repository: `python bench/round_overhead.py`.
+The sides are measured in alternating blocks, so that all see the same machine. Two bare ones: blocking, to which the ratio
+is taken, and one that spins as Farspark's client does. Then both sides run once more with time stamps on either end, which
+cost a microsecond or two: they say where the time of a round is. At last the same work is timed alone, in a tight loop: in
+a real round each part runs once, with caches that the rows have just swept. Run from the root of the repository:
+`python bench/round_overhead.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import platform
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +37,13 @@ from farspark.engine.client import Client  # noqa: E402
 from farspark.engine.round import find_fault  # noqa: E402
 from farspark.engine.shape import ModelShape  # noqa: E402
 from farspark.stats import Stats  # noqa: E402
-from farspark.transport import parse_endpoint, parse_endpoints  # noqa: E402
+from farspark.transport import Channel, parse_endpoint, parse_endpoints  # noqa: E402
+from farspark.transport.base import Piece  # noqa: E402
+from farspark.transport.tcp import DEFAULT_CONNECT_SPIN_US  # noqa: E402
 from farspark.wire import codec  # noqa: E402
 from farspark.wire.layout import EntryFlag, HeaderFlag, Operation, StepFlag  # noqa: E402
 from farspark.wire.messages import Entry, Header, StepReply  # noqa: E402
+from farspark.worker.batch import DraftBatch, DraftResult  # noqa: E402
 from farspark.worker.config import WorkerConfig  # noqa: E402
 from farspark.worker.server import Server  # noqa: E402
 from farspark.worker.session import Session, SlotPool  # noqa: E402
@@ -42,36 +51,110 @@ from farspark.worker.session import Session, SlotPool  # noqa: E402
 REQUESTS, NUM_DRAFTS, CONTEXT, VOCAB = 4, 5, 128, 129280
 INFO = info(taps=3, hidden_size=4096, num_drafts=NUM_DRAFTS, vocab_size=VOCAB, slots=REQUESTS, context=CONTEXT)
 SESSION = 0x1234
+NEED_DRAFT, NEW_GEN = int(EntryFlag.NEED_DRAFT), int(EntryFlag.NEW_GEN)
 Microseconds = list[float]
+now_ns = time.monotonic_ns  # one clock for all processes of a machine
 
 
-def serve_worker(spin: str) -> None:
+class Stamps:
+    """Points in time of the newest round, in memory that two processes share: who serves writes, who asks reads."""
+
+    NAMES = ("received", "draft begins", "draft ends", "send begins")
+    FORM = struct.Struct(f"<{len(NAMES)}Q")
+
+    def __init__(self, path: str) -> None:
+        with open(path, "r+b") as file:
+            self._shared = mmap.mmap(file.fileno(), self.FORM.size)
+        self._times = memoryview(self._shared).cast("Q")
+
+    def mark(self, at: int) -> None:
+        self._times[at] = now_ns()
+
+    def read(self) -> tuple[int, ...]:
+        return self.FORM.unpack(self._shared)
+
+
+class StampedServer(Server):
+    """The worker's server, with the times at which a frame is there and a reply is sent."""
+
+    def __init__(self, drafter: StampedDrafter, config: WorkerConfig, stamps: Stamps) -> None:
+        self._stamps = stamps
+        super().__init__(drafter, config)
+
+    def _admit(self, channel: Channel) -> None:
+        receive, send, stamps = channel.recv, channel.send, self._stamps
+
+        def stamped_recv(*arguments: Any, **options: Any) -> memoryview:
+            frame = receive(*arguments, **options)
+            stamps.mark(0)
+            return frame
+
+        def stamped_send(pieces: Sequence[Piece], deadline: Deadline) -> None:
+            stamps.mark(3)
+            send(pieces, deadline)
+
+        channel.recv, channel.send = stamped_recv, stamped_send  # type: ignore[method-assign]
+        super()._admit(channel)
+
+
+class StampedDrafter(NoopDrafter):
+    def __init__(self, stamps: Stamps) -> None:
+        super().__init__(INFO)
+        self._stamps = stamps
+
+    def draft(self, batch: DraftBatch) -> DraftResult:
+        self._stamps.mark(1)
+        result = super().draft(batch)
+        self._stamps.mark(2)
+        return result
+
+
+def serve_worker(spin: str, stamps: str) -> None:
     config = WorkerConfig(checkpoint=Path("none"), listen=parse_endpoint(f"tcp://127.0.0.1:0{spin}"), slots=REQUESTS)
-    with Server(NoopDrafter(INFO), config) as server:
+    if stamps:
+        shared = Stamps(stamps)
+        server: Server = StampedServer(StampedDrafter(shared), config, shared)
+    else:
+        server = Server(NoopDrafter(INFO), config)
+    with server:
         print(server.endpoint, flush=True)
         server.serve()
 
 
-def serve_bare(request_bytes: int, reply_bytes: int) -> None:
-    """Read exactly the request, write exactly the reply, with blocking calls."""
+def serve_bare(request_bytes: int, reply_bytes: int, spin_us: int, stamps: str) -> None:
+    """Read exactly the request, write exactly the reply."""
+    shared = Stamps(stamps) if stamps else None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         sock, _ = listener.accept()
         with sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             request, reply = memoryview(bytearray(request_bytes)), bytes(reply_bytes)
-            while read_exactly(sock, request):
+            while read_exactly(sock, request, spin_us):
+                if shared:
+                    shared.mark(0)
                 sock.sendall(reply)
 
 
-def read_exactly(sock: socket.socket, into: memoryview) -> bool:
+def read_exactly(sock: socket.socket, into: memoryview, spin_us: int) -> bool:
+    """Fill `into` with blocking calls, each after up to `spin_us` of asking without sleeping; False at the end."""
     got = 0
     while got < len(into):
-        count = sock.recv_into(into[got:])
+        count = (spin(sock, into[got:], spin_us) if spin_us else None) or sock.recv_into(into[got:])
         if not count:
             return False
         got += count
     return True
+
+
+def spin(sock: socket.socket, into: memoryview, spin_us: int) -> int | None:
+    until = now_ns() + spin_us * 1000
+    while now_ns() < until:
+        try:
+            return sock.recv_into(into, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+    return None
 
 
 def start(stack: ExitStack, *arguments: str) -> str:
@@ -88,13 +171,26 @@ def start(stack: ExitStack, *arguments: str) -> str:
 
 
 class FarsparkRound:
-    """One engine: the real client, and the real check of the reply."""
+    """One engine: the real client, and the real check of the reply. With `stamps`, `parts` gets the parts of each round."""
 
-    def __init__(self, endpoint: str, rows_each: int) -> None:
+    PARTS = (
+        "client: encode",
+        "request travels",
+        "worker: decode, judge",
+        "worker: drafter",
+        "worker: reply, encode",
+        "reply travels",
+        "client: decode, check",
+    )
+
+    def __init__(self, endpoint: str, rows_each: int, stamps: Stamps | None) -> None:
         self.rows_each = rows_each
         self.rows = memoryview(os.urandom(REQUESTS * rows_each * INFO.row_bytes))
         self.positions = [0] * REQUESTS
         self.step_id = 0
+        self.stamps = stamps
+        self.sent = self.received = 0
+        self.parts: list[list[int]] = []
         shape = ModelShape(
             num_drafts=NUM_DRAFTS,
             vocab_size=VOCAB,
@@ -115,30 +211,51 @@ class FarsparkRound:
         connection = self.client.connection()
         assert connection is not None
         self.connection = connection
+        if stamps:
+            self._stamp(connection.channel)
 
     def close(self) -> None:
         self.client.close()
+
+    def _stamp(self, channel: Channel) -> None:
+        receive, send = channel.recv, channel.send
+
+        def stamped_recv(deadline: Deadline) -> memoryview:
+            frame = receive(deadline)
+            self.received = now_ns()
+            return frame
+
+        def stamped_send(pieces: Sequence[Piece], deadline: Deadline) -> None:
+            self.sent = now_ns()
+            send(pieces, deadline)
+
+        channel.recv, channel.send = stamped_recv, stamped_send  # type: ignore[method-assign]
 
     def entries(self) -> list[Entry]:
         made = []
         for slot in range(REQUESTS):
             first = self.positions[slot]
-            flags = EntryFlag.NEED_DRAFT if first else EntryFlag.NEED_DRAFT | EntryFlag.NEW_GEN
+            flags = NEED_DRAFT if first else NEED_DRAFT | NEW_GEN
             made.append(Entry(slot, 1, first, self.rows_each, 7, first + self.rows_each, flags, NUM_DRAFTS, 0))
             self.positions[slot] = first + self.rows_each
         return made
 
     def __call__(self) -> float:
         entries = self.entries()
-        started = time.perf_counter_ns()
+        started = now_ns()
         self.step_id += 1
         reply = self.client.step(self.connection, self.step_id, entries, [self.rows], StepFlag(0), Deadline.after(5))
-        check(reply, entries, self.step_id)
-        return (time.perf_counter_ns() - started) / 1000
+        fault = fault_of(reply, entries, self.step_id)
+        ended = now_ns()
+        check(fault, reply)
+        if self.stamps:
+            at = [started, self.sent, *self.stamps.read(), self.received, ended]
+            self.parts.append([after - before for before, after in pairwise(at)])
+        return (ended - started) / 1000
 
 
-def check(reply: StepReply, entries: Sequence[Entry], step_id: int) -> None:
-    fault = find_fault(
+def fault_of(reply: StepReply, entries: Sequence[Entry], step_id: int) -> str | None:
+    return find_fault(
         reply,
         entries,
         step_id=step_id,
@@ -147,25 +264,39 @@ def check(reply: StepReply, entries: Sequence[Entry], step_id: int) -> None:
         context=CONTEXT,
         want_margins=False,
     )
+
+
+def check(fault: str | None, reply: StepReply) -> None:
     if fault is not None or not all(entry.status.has_drafts for entry in reply.entries):
         raise RuntimeError(f"unexpected reply: {fault or reply}")
 
 
 class BareRound:
-    def __init__(self, sock: socket.socket, request_bytes: int, reply_bytes: int) -> None:
+    PARTS = ("request travels", "reply travels")
+
+    def __init__(
+        self, sock: socket.socket, request_bytes: int, reply_bytes: int, spin_us: int, stamps: Stamps | None
+    ) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.request = os.urandom(request_bytes)
         self.reply = memoryview(bytearray(reply_bytes))
+        self.spin_us = spin_us
+        self.stamps = stamps
+        self.parts: list[list[int]] = []
 
     def __call__(self) -> float:
-        started = time.perf_counter_ns()
+        started = now_ns()
         self.sock.sendall(self.request)
-        read_exactly(self.sock, self.reply)
-        return (time.perf_counter_ns() - started) / 1000
+        read_exactly(self.sock, self.reply, self.spin_us)
+        ended = now_ns()
+        if self.stamps:
+            received = self.stamps.read()[0]
+            self.parts.append([received - started, ended - received])
+        return (ended - started) / 1000
 
 
-def parts(rows_each: int, repeats: int = 3000) -> dict[str, float]:
+def alone(rows_each: int, repeats: int = 3000) -> dict[str, float]:
     """Median microseconds of what a round does besides moving bytes, each timed alone in this process."""
     rows = memoryview(bytes(REQUESTS * rows_each * INFO.row_bytes))
     session = Session(INFO, SlotPool(INFO.slots), slots=REQUESTS, context=CONTEXT, stats=Stats())
@@ -173,7 +304,7 @@ def parts(rows_each: int, repeats: int = 3000) -> dict[str, float]:
     at = 0
 
     def entries() -> list[Entry]:
-        flags = EntryFlag.NEED_DRAFT if at else EntryFlag.NEED_DRAFT | EntryFlag.NEW_GEN
+        flags = NEED_DRAFT if at else NEED_DRAFT | NEW_GEN
         return [Entry(slot, 1, at, rows_each, 7, at + rows_each, flags, NUM_DRAFTS) for slot in range(REQUESTS)]
 
     def head() -> bytes:
@@ -197,21 +328,22 @@ def parts(rows_each: int, repeats: int = 3000) -> dict[str, float]:
         header = Header(Operation.STEP, SESSION, 1, 0, HeaderFlag.REPLY)
         return codec.encode_frame(header, codec.encode_step_reply(reply))
 
-    def check_reply(answer: bytes) -> None:
+    def judge_reply(answer: bytes) -> str | None:
         _, payload = codec.decode_frame(memoryview(answer))
-        check(codec.decode_step_reply(payload), made, 1)
+        return fault_of(codec.decode_step_reply(payload), made, 1)
 
     for _ in range(repeats):
         made = entries()
         encoded = timed("client: encode head", head)
-        frame[: len(encoded)].tobytes()
         step = take_apart(memoryview(encoded + rows))
         timed("worker: decode frame", lambda: take_apart(frame))
         plan = timed("worker: session, judge", lambda: session.plan(step))  # noqa: B023
-        result = timed("worker: drafter", lambda: drafter.draft(plan.batch))  # noqa: B023
+        batch = session.batch(plan)
+        assert batch is not None
+        result = timed("worker: drafter", lambda: drafter.draft(batch))  # noqa: B023
         reply = timed("worker: session, reply", lambda: session.complete(plan, result, 1))  # noqa: B023
         answer = timed("worker: encode reply", lambda: reply_frame(reply))  # noqa: B023
-        timed("client: decode and check", lambda: check_reply(answer))  # noqa: B023
+        check(timed("client: decode and check", lambda: judge_reply(answer)), reply)  # noqa: B023
         at += rows_each
     return {name: share(values, 0.5) for name, values in samples.items()}
 
@@ -226,61 +358,102 @@ def measure(rows_each: int, blocks: int, rounds: int, spin: str, client_spin: st
     request_bytes = 4 + len(head) + REQUESTS * rows_each * INFO.row_bytes
     reply_bytes = 4 + 32 + 24 + REQUESTS * (16 + 2 * 4 * NUM_DRAFTS)
     with ExitStack() as stack:
-        endpoint = start(stack, "--role", "worker", "--worker-spin", spin)
-        port = int(start(stack, "--role", "bare", "--bytes", f"{request_bytes},{reply_bytes}"))
-        ours = stack.enter_context(closing(FarsparkRound(endpoint + client_spin, rows_each)))
-        bare = BareRound(stack.enter_context(socket.create_connection(("127.0.0.1", port))), request_bytes, reply_bytes)
-        measured: dict[str, Microseconds] = {"farspark": [], "bare": []}
+
+        def stamps_file() -> str:
+            file = stack.enter_context(tempfile.NamedTemporaryFile())
+            file.write(bytes(Stamps.FORM.size))
+            file.flush()
+            return file.name
+
+        def farspark(stamps: str = "") -> FarsparkRound:
+            endpoint = start(stack, "--role", "worker", "--worker-spin", spin, "--stamps", stamps)
+            shared = Stamps(stamps) if stamps else None
+            return stack.enter_context(closing(FarsparkRound(endpoint + client_spin, rows_each, shared)))
+
+        def bare(spin_us: int = 0, stamps: str = "") -> BareRound:
+            settings = f"{request_bytes},{reply_bytes},{spin_us}"
+            port = int(start(stack, "--role", "bare", "--bare", settings, "--stamps", stamps))
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            return BareRound(sock, request_bytes, reply_bytes, spin_us, Stamps(stamps) if stamps else None)
+
+        stamped: dict[str, FarsparkRound | BareRound] = {
+            "farspark": farspark(stamps_file()),
+            "bare": bare(stamps=stamps_file()),
+        }
+        sides: dict[str, Callable[[], float]] = {
+            "farspark": farspark(),
+            "bare": bare(),
+            "bare_spinning": bare(DEFAULT_CONNECT_SPIN_US),
+            **{f"{name}_stamped": side for name, side in stamped.items()},
+        }
+        measured: dict[str, Microseconds] = {name: [] for name in sides}
         for block in range(blocks + 1):
-            for name, round_ in (("farspark", ours), ("bare", bare)):
+            for name, round_ in sides.items():
                 values = [round_() for _ in range(rounds)]
-                # The first block warms both up.
+                # The first block warms everything up.
                 if block:
                     measured[name] += values
+        parts = {
+            name: {
+                part: share([one / 1000 for one in values], 0.5)
+                for part, values in zip(side.PARTS, zip(*side.parts[rounds:], strict=True), strict=True)
+            }
+            for name, side in stamped.items()
+        }
     result: dict[str, Any] = {"request_bytes": request_bytes, "reply_bytes": reply_bytes, "rounds": blocks * rounds}
     for name, values in measured.items():
         result[name] = {"p50": share(values, 0.5), "p99": share(values, 0.99)}
-    result["ratio_p50"] = result["farspark"]["p50"] / result["bare"]["p50"]
-    result["parts"] = parts(rows_each)
+    for name in ("bare", "bare_spinning"):
+        result[f"ratio_to_{name}"] = {at: result["farspark"][at] / result[name][at] for at in ("p50", "p99")}
+    result["parts"] = parts
+    result["alone"] = alone(rows_each)
     return result
 
 
 def show(rows_each: int, result: dict[str, Any]) -> None:
-    ours, bare = result["farspark"], result["bare"]
     print(
         f"\n{REQUESTS} requests x {rows_each} rows x {INFO.row_bytes:,} bytes, N = {NUM_DRAFTS}: "
         f"{result['request_bytes']:,} bytes out, {result['reply_bytes']:,} back; {result['rounds']} rounds of each"
     )
-    print(f"{'microseconds':<34}{'p50':>10}{'p99':>10}")
-    print(f"{'bare blocking exchange':<34}{bare['p50']:>10.1f}{bare['p99']:>10.1f}")
-    print(f"{'farspark round, no-op drafter':<34}{ours['p50']:>10.1f}{ours['p99']:>10.1f}")
-    print(f"{'ratio':<34}{result['ratio_p50']:>10.2f}{ours['p99'] / bare['p99']:>10.2f}")
-    difference = ours["p50"] - bare["p50"]
-    print(f"difference at p50: {difference:.1f}; its parts, each timed alone:")
-    for name, value in result["parts"].items():
-        print(f"    {name:<52}{value:>8.1f}")
-    print(f"    {'sum':<52}{sum(result['parts'].values()):>8.1f}")
-    print(
-        f"    {'the rest (cold caches in place of warm ones, sockets)':<52}{difference - sum(result['parts'].values()):>8.1f}"
-    )
+
+    def line(name: str, values: dict[str, float], form: str = ".1f") -> None:
+        print(f"{name:<46}{values['p50']:>10{form}}{values['p99']:>10{form}}")
+
+    print(f"{'microseconds':<46}{'p50':>10}{'p99':>10}")
+    line("bare exchange, blocking", result["bare"])
+    line("bare exchange, spinning", result["bare_spinning"])
+    line("Farspark round, no-op drafter", result["farspark"])
+    line("ratio to the blocking one", result["ratio_to_bare"], ".2f")
+    line("ratio to the spinning one", result["ratio_to_bare_spinning"], ".2f")
+    ours, bare = result["parts"]["farspark"], result["parts"]["bare"]
+    print(f"\n{'where it is (p50 of each part, stamped rounds)':<46}{'Farspark':>10}{'bare':>10}{'more':>10}")
+    for part, value in ours.items():
+        print(f"    {part:<42}{value:>10.1f}{bare.get(part, 0.0):>10.1f}{value - bare.get(part, 0.0):>+10.1f}")
+    whole, bare_whole = result["farspark_stamped"]["p50"], result["bare_stamped"]["p50"]
+    print(f"    {'the whole round':<42}{whole:>10.1f}{bare_whole:>10.1f}{whole - bare_whole:>+10.1f}")
+    print("\nthe same work timed alone, with warm caches")
+    for name, value in result["alone"].items():
+        print(f"    {name:<42}{value:>10.1f}")
+    print(f"    {'sum':<42}{sum(result['alone'].values()):>10.1f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="6", help="rows per request, several separated by commas")
-    parser.add_argument("--blocks", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=200, help="rounds per block")
+    parser.add_argument("--blocks", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=100, help="rounds per block")
     parser.add_argument("--worker-spin", default="", help="option text for the worker's endpoint, as ?spin_us=50")
     parser.add_argument("--client-spin", default="", help="the same for the client's")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--role", choices=("worker", "bare"), help=argparse.SUPPRESS)
-    parser.add_argument("--bytes", help=argparse.SUPPRESS)
+    parser.add_argument("--bare", help=argparse.SUPPRESS)
+    parser.add_argument("--stamps", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role == "worker":
-        serve_worker(options.worker_spin)
+        serve_worker(options.worker_spin, options.stamps)
     elif options.role == "bare":
-        request_bytes, reply_bytes = map(int, options.bytes.split(","))
-        serve_bare(request_bytes, reply_bytes)
+        request_bytes, reply_bytes, spin_us = map(int, options.bare.split(","))
+        serve_bare(request_bytes, reply_bytes, spin_us, options.stamps)
     else:
         results = {}
         for rows_each in map(int, options.rows.split(",")):

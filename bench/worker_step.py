@@ -81,9 +81,10 @@ class Steps:
         step = codec.decode_step(payload, self.info.row_bytes)
         marks.append(time.perf_counter_ns())
         plan = self.session.plan(step)
+        batch = self.session.batch(plan)
         marks.append(time.perf_counter_ns())
-        assert plan.batch is not None
-        result = self.drafter.draft(plan.batch)
+        assert batch is not None
+        result = self.drafter.draft(batch)
         marks.append(time.perf_counter_ns())
         reply = self.session.complete(plan, result, 1)
         marks.append(time.perf_counter_ns())
@@ -98,10 +99,10 @@ class Steps:
     def drafter_alone(self, n_rows: int) -> float:
         """The drafter's time for the batch that a step would hand it."""
         _, payload = codec.decode_frame(self.frame(n_rows))
-        plan = self.session.plan(codec.decode_step(payload, self.info.row_bytes))
-        assert plan.batch is not None
+        batch = self.session.batch(self.session.plan(codec.decode_step(payload, self.info.row_bytes)))
+        assert batch is not None
         started = time.perf_counter_ns()
-        self.drafter.draft(plan.batch)
+        self.drafter.draft(batch)
         return (time.perf_counter_ns() - started) / 1000
 
     def record(self, name: str, us: float) -> None:

@@ -32,7 +32,7 @@ QUICK = ["--pings", "5", "--rounds", "6", "--timeout-s", "5"]
 
 @contextlib.contextmanager
 def worker(
-    drafter_info: DrafterInfo = INFO, *, max_rows: int = 4096, max_connections: int = 8
+    drafter_info: DrafterInfo = INFO, *, max_rows: int = 4096, max_connections: int = 8, token: bytes | None = None
 ) -> Iterator[tuple[str, ArithmeticDrafter, Server]]:
     drafter = ArithmeticDrafter(drafter_info)
     config = WorkerConfig(
@@ -40,6 +40,7 @@ def worker(
         listen=parse_endpoint("tcp://127.0.0.1:0"),
         max_rows=max_rows,
         max_connections=max_connections,
+        token=token,
     )
     with Server(drafter, config) as server:
         thread = threading.Thread(target=server.serve)
@@ -379,3 +380,70 @@ def test_the_probe_runs_on_a_bare_python_without_site_packages() -> None:
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.endswith("usable\n")
         assert drafter.calls == 6
+
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize(
+    "hello", [[], ["--hello", "--no-metrics-check"], ["--hello", "--no-metrics-check", "--identity"]]
+)
+def test_with_the_token_the_probe_sees_a_worker_that_demands_it(
+    hello: list[str], token_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*hello, INFO.identity.hex()] if "--identity" in hello else hello
+    with worker(token=TOKEN.encode()) as (endpoint, drafter, server):
+        code, found, err = probed(capsys, "--endpoint", endpoint, "--token-file", str(token_file), *options)
+        assert (code, found["usable"], err) == (0, True, "")
+        assert drafter.calls == (6 if hello else 0)
+        assert server.snapshot()["connections"]["auth_failures"] == 0
+    assert TOKEN not in json.dumps(found)
+
+
+def test_without_the_workers_token_the_probe_says_what_to_do(
+    token_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with worker(token=TOKEN.encode()) as (endpoint, drafter, _):
+        for hello in ([], ["--hello", "--no-metrics-check"]):
+            code, found, err = probed(capsys, "--endpoint", endpoint, *hello)
+            assert code == 1
+            assert f"{endpoint} answered PING with AUTH: " in err
+            assert "set --token-file to a file with the worker's token" in err
+            assert set(found) == {"endpoint", "usable", "why", "connection"}
+        token_file.write_text("another token of some length")
+        code, found, err = probed(capsys, "--endpoint", endpoint, "--token-file", str(token_file))
+        assert code == 1
+        assert "answered PROVE with AUTH: the proof is wrong; --token-file here and --token-file there" in err
+        assert "another token" not in err
+        assert drafter.calls == 0
+    with worker() as (endpoint, _, _):
+        code, _, err = probed(capsys, "--endpoint", endpoint, "--token-file", str(token_file))
+        assert code == 1
+        assert "cannot be used: the worker has no token" in err
+
+
+def test_a_token_file_that_others_can_read_is_wrong_usage(token_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    token_file.chmod(0o644)
+    assert main(["probe", "--endpoint", "tcp://127.0.0.1:1", "--token-file", str(token_file)]) == 2
+    assert "others may read or change it (mode 0644); chmod 600" in capsys.readouterr().err
+
+
+def test_the_probe_proves_itself_on_a_bare_python(token_file: Path) -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); sys.modules.update(dict.fromkeys(['numpy', 'torch', 'rich', "
+        "'safetensors', 'vllm'])); from farspark.cli.main import main; sys.exit(main())"
+    )
+    with worker(token=TOKEN.encode()) as (endpoint, _, _):
+        command = [sys.executable, "-I", "-S", "-W", "error", "-c", code, str(SRC), "probe", "--endpoint", endpoint]
+        options = [*QUICK, "--hello", "--no-metrics-check", "--token-file", str(token_file)]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.endswith("usable\n")

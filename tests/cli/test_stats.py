@@ -44,8 +44,8 @@ SNAPSHOT = {
 
 
 @contextlib.contextmanager
-def worker(endpoint: str = "tcp://127.0.0.1:0") -> Iterator[str]:
-    config = WorkerConfig(checkpoint=Path("none"), listen=parse_endpoint(endpoint))
+def worker(endpoint: str = "tcp://127.0.0.1:0", token: bytes | None = None) -> Iterator[str]:
+    config = WorkerConfig(checkpoint=Path("none"), listen=parse_endpoint(endpoint), token=token)
     with Server(ArithmeticDrafter(), config) as server:
         thread = threading.Thread(target=server.serve)
         thread.start()
@@ -112,7 +112,7 @@ def test_a_worker_is_asked_for_its_stats(capsys: pytest.CaptureFixture[str]) -> 
         assert out.startswith(f"worker at {endpoint}\n")
         assert "  kind             ArithmeticDrafter\n" in out
         assert f"  identity         {bytes(range(32)).hex()}\n" in out
-        assert "\nconnections\n  open      1\n" in out
+        assert "\nconnections\n  open           1\n" in out
         assert main(["stats", endpoint, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["drafter"]["vocab_size"] == 1000
 
@@ -225,3 +225,16 @@ def test_ctrl_c_ends_a_watch_with_0(file: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_worker_with_a_token_is_asked_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("0123456789abcdef")
+    path.chmod(0o600)
+    with worker(token=b"0123456789abcdef") as endpoint:
+        assert main(["stats", endpoint, "--json", "--token-file", str(path)]) == 0
+        assert json.loads(capsys.readouterr().out)["connections"]["auth_failures"] == 0
+        assert main(["stats", endpoint]) != 0
+        assert "set --token-file to a file with the worker's token" in capsys.readouterr().err
+    assert main(["stats", str(file), "--token-file", str(path)]) == 2
+    assert f"--token-file {path}: {file} is a file" in capsys.readouterr().err

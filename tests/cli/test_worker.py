@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from tests.fakes.tiny_checkpoint import TINY, write_tiny
 
+from farspark.cli.main import main
 from farspark.clock import Deadline
 from farspark.errors import TransportError
 from farspark.transport import Channel, connect
@@ -168,3 +169,34 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded_ADDR() -> None:
     assert done.returncode == 2
     assert f"127.0.0.1:{port}: the port is in use" in done.stderr
     assert "loading" not in done.stdout
+
+
+def test_a_worker_with_a_token_listens_on_the_network_and_serves_its_holders_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, ready, token = write_tiny(tmp_path / "drafter"), tmp_path / "ready", tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    token.chmod(0o600)
+    network = ("--listen", "tcp://0.0.0.0:0")
+    with running(checkpoint, ready, *network, "--token-file", token) as process:
+        port = ready.read_text().strip().rpartition(":")[2]
+        probe = ["probe", "--endpoint", f"tcp://127.0.0.1:{port}", "--hello", "--no-metrics-check", "--rounds", "2"]
+        assert main([*probe, "--token-file", str(token)]) == 0
+        assert main(probe) == 1
+        assert "answered PING with AUTH" in capsys.readouterr().err
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, output
+    assert f"peers must prove to hold the token of {token}\n" in output
+    assert "0123456789abcdef" not in output
+
+
+def test_a_token_that_others_can_read_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    token.chmod(0o640)
+    done = subprocess.run(
+        command(tmp_path / "nothing", "--token-file", token), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert f"--token-file='{token}': others may read or change it (mode 0640); chmod 600 it" in done.stderr

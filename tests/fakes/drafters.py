@@ -9,11 +9,11 @@ from __future__ import annotations
 import struct
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
-from farspark.worker.batch import DraftBatch, DrafterInfo, DraftResult, Progress
+from farspark.worker.batch import DraftBatch, DrafterInfo, DraftResult, Judged, Judging, Progress
 
 INFO = DrafterInfo(
     kind="ArithmeticDrafter",
@@ -140,6 +140,7 @@ class ArithmeticDrafter:
         confidences: list[float] = []
         margins: list[float] = []
         ok = []
+        steps: list[int] = []  # what each entry adds to the token before
         at = 0
         for entry in batch.entries:
             held = self.rows[entry.slot]
@@ -166,6 +167,7 @@ class ArithmeticDrafter:
                 vocab_size=info.vocab_size,
                 n_out=n_out,
             )
+            steps.append((drafted[0][0] - entry.anchor_token) % info.vocab_size)
             tokens += drafted[0]
             confidences += drafted[1]
             margins += drafted[2]
@@ -175,7 +177,24 @@ class ArithmeticDrafter:
             memoryview(struct.pack(f"<{count}i", *tokens)).cast("i"),
             _floats(confidences),
             _floats(margins) if batch.want_margins else None,
+            self._judging(batch, steps, confidences) if batch.want_margins else None,
         )
+
+    def _judging(self, batch: DraftBatch, steps: list[int], confidences: list[float]) -> Judging:
+        """The right token has logit 1, every other 0."""
+        n, vocab_size = self._info.num_drafts, self._info.vocab_size
+
+        def judge(entries: Sequence[int], tokens: memoryview) -> Judged:
+            best: list[int] = []
+            for index, entry in enumerate(entries):
+                chain = [batch.entries[entry].anchor_token, *tokens[index * n : (index + 1) * n]]
+                best += [(before + steps[entry]) % vocab_size for before in chain[:n]]
+            gaps = [float(right != token) for right, token in zip(best, tokens, strict=True)]
+            sure = [one for entry in entries for one in confidences[entry * n : (entry + 1) * n]]
+            ids = memoryview(struct.pack(f"<{len(best)}i", *best)).cast("i")
+            return Judged(ids, _floats(gaps), _floats([1.0] * len(best)), _floats(sure))
+
+        return judge
 
 
 def _floats(values: list[float]) -> memoryview:

@@ -19,6 +19,8 @@ from tests.fakes.drafters import ArithmeticDrafter, expected, info
 from farspark.clock import Deadline
 from farspark.engine.breaker import Breaker
 from farspark.engine.client import Client
+from farspark.engine.depth import NOut
+from farspark.engine.depth_control import DepthControl
 from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
 from farspark.engine.round import Phase, RemoteRound, RoundInput, RoundRequest
 from farspark.engine.shape import ModelShape
@@ -59,6 +61,14 @@ class FaultyChannel:
     def is_closed(self) -> bool:
         return self._inner.is_closed
 
+    @property
+    def max_frame_bytes(self) -> int:
+        return self._inner.max_frame_bytes
+
+    @max_frame_bytes.setter
+    def max_frame_bytes(self, limit: int) -> None:
+        self._inner.max_frame_bytes = limit
+
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         self._inner.send(pieces, deadline)
 
@@ -90,6 +100,9 @@ class FaultyChannel:
             return memoryview(changed)
         return frame
 
+    def recv_head(self, head_bytes: int, deadline: Deadline) -> tuple[memoryview, int]:
+        return self._inner.recv_head(head_bytes, deadline)
+
     def close(self) -> None:
         self._inner.close()
 
@@ -113,6 +126,7 @@ class Row:
     request: WorldRequest
     n_rows: int
     sampled: bool
+    k_window: int = 0
 
 
 @dataclass
@@ -124,6 +138,8 @@ class World:
     want_margin: bool = False
     trip: int = 0  # off
     cooldown: int = 4
+    depth: DepthControl | None = None
+    n_out: NOut | None = None
     name: str = ""
     drafter: ArithmeticDrafter = field(default_factory=lambda: ArithmeticDrafter(INFO))
     stats: Stats = field(default_factory=Stats)
@@ -167,6 +183,8 @@ class World:
             stats=self.stats,
             timeout_s=self.timeout_s,
             want_margin=self.want_margin,
+            depth=self.depth,
+            n_out=self.n_out,
         )
         self.client.start()
 
@@ -245,7 +263,9 @@ class World:
             end = request.end + row.n_rows
             packed += b"".join(row_of(request.number, p) for p in range(max(request.end, end - CONTEXT), end))
             request.end = end
-        requests = [RoundRequest(row.request.slot, (row.request.number, row.request.admission), 0) for row in rows]
+        requests = [
+            RoundRequest(row.request.slot, (row.request.number, row.request.admission), row.k_window) for row in rows
+        ]
         step = RoundInput(requests, meta, memoryview(packed), Phase.DECODE)
         return self.round.run(step, self.result)
 
@@ -267,13 +287,14 @@ class World:
         """The drafts of batch row `index` are those of a drafter that saw exactly the rows that the worker must hold."""
         request = row.request
         visible = range(max(request.held_from, request.end - CONTEXT), request.end)
+        n_out = INFO.num_drafts if self.n_out is None else self.n_out.of(self.result.num_requests, INFO.num_drafts)
         tokens, confidences, margins = expected(
             {position: row_of(request.number, position) for position in visible},
             request.token,
             request.end,
             num_drafts=INFO.num_drafts,
             vocab_size=INFO.vocab_size,
-            n_out=INFO.num_drafts,
+            n_out=n_out,
         )
         assert self.result.ok[index] == 1
         assert self.result.tokens[index].tolist() == tokens

@@ -106,6 +106,34 @@ class ChannelContract(ABC):
             kept.append(frame[1:])
         assert [set(frame) for frame in kept] == [{number} for number in range(50)]
 
+    def test_a_head_shows_the_frame_that_recv_returns(self, pair: tuple[Channel, Channel]) -> None:
+        ours, theirs = pair
+        frames = [b"first", bytes(range(256)) * 4000, b"", b"last"]
+
+        def send_all() -> None:
+            for frame in frames:
+                ours.send([frame], soon())
+
+        sending = Elsewhere(send_all)
+        for frame in frames:
+            head, arrived = theirs.recv_head(3, soon())
+            assert len(head) == len(frame)
+            assert min(3, len(frame)) <= arrived <= len(frame)
+            assert bytes(head[:arrived]) == frame[:arrived]
+            whole = theirs.recv(soon())
+            assert whole.obj is head.obj
+            assert head == whole == frame
+        sending.result()
+
+    def test_a_head_may_be_asked_for_twice(self, pair: tuple[Channel, Channel]) -> None:
+        ours, theirs = pair
+        ours.send([b"once"], soon())
+        for _ in range(2):
+            assert bytes(theirs.recv_head(4, soon())[0]) == b"once"
+        assert bytes(theirs.recv(soon())) == b"once"
+        with pytest.raises(TimeoutError):
+            theirs.recv_head(4, soon(0.01))
+
     def test_the_pieces_may_be_changed_once_send_returns(self, pair: tuple[Channel, Channel]) -> None:
         ours, theirs = pair
         piece = bytearray(b"first")
@@ -208,6 +236,22 @@ class ChannelContract(ABC):
         ):
             other.send([b"fine"], soon())
             assert bytes(ours.recv(soon())) == b"fine"
+
+    def test_a_limit_that_is_raised_holds_for_the_next_frame_even_one_that_is_there(
+        self, pair: tuple[Channel, Channel]
+    ) -> None:
+        ours, theirs = pair
+        ours.max_frame_bytes = 10
+        for size in (10, 11, 100_000):
+            theirs.send([bytes(size)], soon())
+        assert len(ours.recv(soon())) == 10
+        ours.max_frame_bytes = LIMIT
+        assert [len(ours.recv(soon())) for _ in range(2)] == [11, 100_000]
+        ours.max_frame_bytes = 10
+        theirs.send([bytes(11)], soon())
+        with pytest.raises(ProtocolError, match="11 bytes announced, at most 10"):
+            ours.recv_head(4, soon())
+        assert ours.is_closed
 
     def test_an_unclosed_channel_warns(self, listener: Listener) -> None:
         with pytest.warns(ResourceWarning, match="unclosed"):

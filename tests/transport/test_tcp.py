@@ -43,15 +43,20 @@ class TestTcpOverIpv6(ChannelContract):
         return "tcp://[::1]:0"
 
 
-@pytest.fixture
-def raw() -> Iterator[tuple[socket.socket, TcpChannel]]:
-    """A bare socket, and the channel at its other end, which takes frames of up to 1,000 bytes."""
+def bare_pair(max_frame_bytes: int) -> tuple[socket.socket, TcpChannel]:
+    """A bare socket, and the channel at its other end."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         bare = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
-    channel = TcpChannel(accepted, max_frame_bytes=1000, spin_us=0)
+    bare.settimeout(5)
+    return bare, TcpChannel(accepted, max_frame_bytes=max_frame_bytes, spin_us=0)
+
+
+@pytest.fixture
+def raw() -> Iterator[tuple[socket.socket, TcpChannel]]:
+    """As `bare_pair`, with frames of up to 1,000 bytes."""
+    bare, channel = bare_pair(1000)
     with bare, channel:
-        bare.settimeout(5)
         yield bare, channel
 
 
@@ -61,6 +66,17 @@ def test_a_frame_is_a_little_endian_length_and_the_bytes(raw: tuple[socket.socke
     assert bare.recv(100) == b"\x03\x00\x00\x00abc"
     bare.sendall(b"\x02\x00\x00\x00xy")
     assert bytes(channel.recv(soon())) == b"xy"
+
+
+def test_a_length_above_a_lowered_limit_is_refused_on_the_length_alone(raw: tuple[socket.socket, TcpChannel]) -> None:
+    bare, channel = raw
+    channel.max_frame_bytes = 100
+    bare.sendall(b"\x64\x00\x00\x00" + bytes(100))
+    assert len(channel.recv(soon())) == 100
+    bare.sendall(b"\xff\xff\xff\xff")
+    with pytest.raises(ProtocolError, match="4294967295 bytes announced, at most 100"):
+        channel.recv(soon())
+    assert channel.is_closed
 
 
 FRAMES = b"\x05\x00\x00\x00hello\x00\x00\x00\x00\x02\x00\x00\x00yo"
@@ -119,6 +135,49 @@ def test_a_close_at_each_offset_gives_the_whole_frames_and_then_the_error_FRAMIN
     else:
         assert f"after {rest - 4} of " in str(caught.value)
     assert channel.is_closed
+
+
+@pytest.mark.parametrize("is_bounded", [False, True])
+def test_a_head_is_there_before_the_rest_and_the_rest_comes_behind_it_FRAMING(is_bounded: bool) -> None:
+    deadline = soon() if is_bounded else Deadline.never()
+    bare, channel = bare_pair(max_frame_bytes=200_000)
+    body = bytes(range(250)) * 400
+    framed = struct.pack("<I", len(body)) + body
+    with bare, channel:
+        # In one piece with the frame before it, in the memory that this one lies in.
+        bare.sendall(struct.pack("<I", 3) + b"one" + framed[:7])
+        first = channel.recv(deadline)
+        taken: list[tuple[memoryview, int]] = []
+        waiting = Elsewhere(lambda: taken.append(channel.recv_head(48, deadline)))
+        time.sleep(0.02)
+        assert not taken
+        bare.sendall(framed[7:60])
+        waiting.result()
+        head, arrived = taken[0]
+        assert (len(head), arrived) == (len(body), 56)
+        assert bytes(head[:arrived]) == body[:56]
+        assert bytes(first) == b"one"
+        sending = Elsewhere(lambda: bare.sendall(framed[60:] + framed))
+        whole = channel.recv(deadline)
+        assert whole.obj is head.obj
+        assert head == body
+        del whole
+        assert bytes(channel.recv(deadline)) == body
+        assert head == body
+        sending.result()
+
+
+def test_a_head_of_a_frame_that_never_ends_is_a_timeout_and_then_a_transport_error_FRAMING() -> None:
+    bare, channel = bare_pair(max_frame_bytes=1000)
+    with channel:
+        bare.sendall(struct.pack("<I", 900) + bytes(100))
+        assert channel.recv_head(100, soon())[1] == 100
+        with pytest.raises(TimeoutError):
+            channel.recv(soon(0.01))
+        assert channel.recv_head(100, soon(0))[1] == 100
+        bare.close()
+        with pytest.raises(TransportError, match="after 100 of 900 bytes of a frame"):
+            channel.recv(soon())
 
 
 @pytest.mark.parametrize("length", [1001, 2**31, 2**32 - 1])

@@ -21,7 +21,7 @@ from farspark.wire.layout import (
     RequestStatus,
     StepFlag,
 )
-from farspark.wire.messages import Entry, EntryReply, Freed, Header, Hello, StepReply, Welcome
+from farspark.wire.messages import Entry, EntryReply, Freed, Header, Hello, Judge, Judgement, Proof, StepReply, Welcome
 
 ID_A, ID_B = bytes(range(32)), bytes(range(32, 64))
 
@@ -191,6 +191,15 @@ def test_a_step_is_these_bytes_and_its_rows_are_a_view() -> None:
     assert [(one.needs_draft, one.is_new) for one in step.entries] == [(True, False), (False, True)]
 
 
+def test_the_head_of_a_step_ends_where_its_rows_begin() -> None:
+    payload = memoryview(STEP_BYTES)
+    head_bytes = codec.step_head_bytes(payload)
+    assert payload[head_bytes:] == ROWS
+    assert codec.step_head_bytes(payload[:16]) == head_bytes
+    with pytest.raises(ProtocolError, match="STEP of 15 bytes"):
+        codec.step_head_bytes(payload[:15])
+
+
 def test_a_step_reply_is_these_bytes_and_its_arrays_are_views() -> None:
     assert codec.encode_step_reply(REPLY) == REPLY_BYTES
     payload = memoryview(REPLY_BYTES)
@@ -313,17 +322,17 @@ def test_encoding_a_value_of_ours_that_cannot_be_is_an_error() -> None:
     with pytest.raises(ValueError, match="text of 4097 bytes"):
         codec.encode_welcome(replace(WELCOME, message="n" * 4097))
     with pytest.raises(ValueError, match="format 'f', 16 bytes; expected 'i', 16"):
-        codec.encode_step_reply(replace(REPLY, tokens=REPLY.confidences))
+        codec.encode_step_reply(REPLY._replace(tokens=REPLY.confidences))
     with pytest.raises(ValueError, match="12 bytes; expected 'f', 16"):
-        codec.encode_step_reply(replace(REPLY, margins=floats(1, 2, 3)))
+        codec.encode_step_reply(REPLY._replace(margins=floats(1, 2, 3)))
     with pytest.raises(ValueError, match="without margins"):
-        codec.encode_step_reply(replace(REPLY, margins=None))
+        codec.encode_step_reply(REPLY._replace(margins=None))
     with pytest.raises(ValueError, match="STEP entry"):
         codec.encode_step_head(1, 1, 1, [ENTRIES[0]._replace(first_pos=-1)], 0)
 
 
 def test_worker_time_saturates() -> None:
-    encoded = codec.encode_step_reply(replace(REPLY, worker_us=1 << 40))
+    encoded = codec.encode_step_reply(REPLY._replace(worker_us=1 << 40))
     assert codec.decode_step_reply(memoryview(encoded)).worker_us == 0xFFFFFFFF
 
 
@@ -451,3 +460,93 @@ def test_a_step_reply_round_trips(data: st.DataObject, requests: int, num_drafts
         StepFlag.MARGINS if has_margins else StepFlag(0),
     )
     assert same_reply(codec.decode_step_reply(memoryview(codec.encode_step_reply(reply))), reply)
+
+
+# JUDGE -----------------------------------------------------------------------------------------------------------------
+
+JUDGE = Judge(step_id=9, num_drafts=2, places=[3, 0], tokens=ints(5, 6, 7, 8))
+JUDGE_BYTES = bytes.fromhex("0900000000000000 0200 0200 00000000 03000000 00000000 05000000 06000000 07000000 08000000")
+JUDGEMENT = Judgement(9, 2, ints(5, 9), floats(0.0, 0.5), floats(16.0, 8.0), floats(1.0, 0.25))
+JUDGEMENT_BYTES = bytes.fromhex(
+    "0900000000000000 0100 0200 00000000 05000000 09000000 00000000 0000003f 00008041 00000041 0000803f 0000803e"
+)
+
+
+def test_judge_both_ways_byte_for_byte() -> None:
+    assert codec.encode_judge(JUDGE) == JUDGE_BYTES
+    decoded = codec.decode_judge(memoryview(JUDGE_BYTES))
+    assert (decoded.step_id, decoded.num_drafts, list(decoded.places), decoded.tokens.tolist()) == (
+        9,
+        2,
+        [3, 0],
+        [5, 6, 7, 8],
+    )
+    assert codec.encode_judgement(JUDGEMENT) == JUDGEMENT_BYTES
+    answer = codec.decode_judgement(memoryview(JUDGEMENT_BYTES))
+    assert (answer.step_id, answer.num_drafts) == (9, 2)
+    assert [plane.tolist() for plane in answer[2:]] == [[5, 9], [0.0, 0.5], [16.0, 8.0], [1.0, 0.25]]
+
+
+@pytest.mark.parametrize(
+    ("decode", "whole"), [(codec.decode_judge, JUDGE_BYTES), (codec.decode_judgement, JUDGEMENT_BYTES)]
+)
+def test_FRAMING_judge_of_another_length_is_refused_at_every_cut(
+    decode: Callable[[memoryview], object], whole: bytes
+) -> None:
+    for length in [*range(len(whole)), len(whole) + 1]:
+        with pytest.raises(ProtocolError):
+            decode(memoryview((whole + b"x")[:length]))
+
+
+def test_a_judge_whose_arrays_do_not_fit_is_not_encoded() -> None:
+    with pytest.raises(ValueError, match="expected 'i', 12"):
+        codec.encode_judge(Judge(9, 3, [1], ints(1, 2)))
+    with pytest.raises(ValueError, match="expected 'f', 8"):
+        codec.encode_judgement(JUDGEMENT._replace(peaks=floats(1.0)))
+
+
+PROOF = Proof(identity=ID_A, markov_identity=ID_B, proof=b"p" * 32)
+CHALLENGES: list[tuple[Callable[[memoryview], Any], Any, bytes]] = [
+    (codec.decode_challenge, ID_A, ID_A),
+    (codec.decode_challenge_reply, (ID_A, True), ID_A + bytes.fromhex("0100 0000")),
+    (codec.decode_challenge_reply, (ID_A, False), ID_A + bytes.fromhex("0000 0000")),
+    (codec.decode_proof, PROOF, ID_A + ID_B + b"p" * 32),
+]
+
+
+def test_challenge_and_proof_are_these_bytes() -> None:
+    assert codec.encode_challenge(ID_A) == ID_A
+    assert codec.encode_challenge_reply(ID_A, demands_proof=True) == CHALLENGES[1][2]
+    assert codec.encode_challenge_reply(ID_A, demands_proof=False) == CHALLENGES[2][2]
+    assert codec.encode_proof(PROOF) == CHALLENGES[3][2]
+    for decode, value, raw in CHALLENGES:
+        assert decode(memoryview(raw)) == value
+
+
+@pytest.mark.parametrize(("decode", "value", "raw"), CHALLENGES)
+def test_FRAMING_challenge_and_proof_of_another_length_are_refused_at_every_cut(
+    decode: Callable[[memoryview], Any], value: object, raw: bytes
+) -> None:
+    for cut in range(len(raw)):
+        with pytest.raises(ProtocolError):
+            decode(memoryview(raw[:cut]))
+    with pytest.raises(ProtocolError):
+        decode(memoryview(raw + b"x"))
+
+
+def test_a_demand_that_is_neither_yes_nor_no_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="demands 2"):
+        codec.decode_challenge_reply(memoryview(ID_A + bytes.fromhex("0200 0000")))
+
+
+@pytest.mark.parametrize("size", [0, 31, 33])
+def test_a_nonce_or_a_proof_of_another_length_is_not_encoded(size: int) -> None:
+    # struct would fill it up with zeros, or cut it.
+    for encode in (
+        codec.encode_challenge,
+        lambda value: codec.encode_challenge_reply(value, demands_proof=True),
+        lambda value: codec.encode_proof(replace(PROOF, proof=value)),
+        lambda value: codec.encode_proof(replace(PROOF, identity=value)),
+    ):
+        with pytest.raises(ValueError, match=f"of {size} bytes, expected 32"):
+            encode(bytes(size))

@@ -20,7 +20,20 @@ from farspark.wire.layout import (
 def test_the_sizes_are_those_of_version_1() -> None:
     sizes = {
         name: getattr(layout, name).size
-        for name in ("HEADER", "HELLO", "WELCOME", "STEP", "ENTRY", "STEP_REPLY", "ENTRY_REPLY", "FREE", "FREE_ENTRY")
+        for name in (
+            "HEADER",
+            "HELLO",
+            "WELCOME",
+            "STEP",
+            "ENTRY",
+            "STEP_REPLY",
+            "ENTRY_REPLY",
+            "FREE",
+            "FREE_ENTRY",
+            "CHALLENGE",
+            "CHALLENGE_REPLY",
+            "PROVE",
+        )
     }
     assert layout.VERSION == 1
     assert sizes == {
@@ -33,11 +46,27 @@ def test_the_sizes_are_those_of_version_1() -> None:
         "ENTRY_REPLY": 16,
         "FREE": 4,
         "FREE_ENTRY": 8,
+        "CHALLENGE": 32,
+        "CHALLENGE_REPLY": 36,
+        "PROVE": 96,
     }
 
 
 def test_every_struct_is_little_endian_and_packed() -> None:
-    for name in ("HEADER", "HELLO", "WELCOME", "STEP", "ENTRY", "STEP_REPLY", "ENTRY_REPLY", "FREE", "FREE_ENTRY"):
+    for name in (
+        "HEADER",
+        "HELLO",
+        "WELCOME",
+        "STEP",
+        "ENTRY",
+        "STEP_REPLY",
+        "ENTRY_REPLY",
+        "FREE",
+        "FREE_ENTRY",
+        "CHALLENGE",
+        "CHALLENGE_REPLY",
+        "PROVE",
+    ):
         assert getattr(layout, name).format.startswith("<")
 
 
@@ -50,7 +79,10 @@ def test_what_follows_a_header_is_aligned_for_its_arrays() -> None:
 @pytest.mark.parametrize(
     ("enumeration", "numbers"),
     [
-        (Operation, {"HELLO": 1, "STEP": 2, "PING": 3, "STATS": 4, "FREE": 5, "BYE": 6}),
+        (
+            Operation,
+            {"HELLO": 1, "STEP": 2, "PING": 3, "STATS": 4, "FREE": 5, "BYE": 6, "JUDGE": 7, "CHALLENGE": 8, "PROVE": 9},
+        ),
         (HeaderFlag, {"REPLY": 1}),
         (HelloFlag, {"MARGINS": 1, "SAMPLED": 2}),
         (StepFlag, {"MARGINS": 1, "SAMPLED": 2}),

@@ -54,6 +54,15 @@ def test_the_network_needs_words_that_say_so() -> None:
     assert dataclasses.replace(CONFIG, listen=network, allow_unauthenticated_network=True).listen == network
 
 
+def test_a_token_opens_the_network_and_is_never_shown() -> None:
+    network = parse_endpoint("tcp://0.0.0.0:18620")
+    with pytest.raises(ConfigError, match=r"has no token.*--token-file.*or add --allow-unauthenticated-network"):
+        dataclasses.replace(CONFIG, listen=network)
+    config = dataclasses.replace(CONFIG, listen=network, token=b"a secret of the two")
+    assert config.token == b"a secret of the two"
+    assert "secret" not in repr(config)
+
+
 def test_rows_per_step_never_exceed_what_a_frame_may_hold() -> None:
     assert CONFIG.rows_per_step(24_576) == 4096
     wide = CONFIG.rows_per_step(1_000_000)

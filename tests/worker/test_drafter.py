@@ -261,7 +261,7 @@ def test_a_draft_may_see_its_block_only(folder: Path, plain: PlainDSpark) -> Non
 
 
 @pytest.mark.parametrize("edge", [8189, 8190, 8191])
-def test_MAXLEN_EDGE_positions_stop_at_the_last_one(folder: Path, plain: PlainDSpark, edge: int) -> None:
+def test_MAXLEN_EDGE_MAXLEN_BATCH_positions_stop_at_the_last_one(folder: Path, plain: PlainDSpark, edge: int) -> None:
     """The block crosses max_position_embeddings; the other request of the batch does not feel it."""
     drafter = float32_drafter(folder)
     long, short = Request(0, start=edge - 4), Request(1)
@@ -737,3 +737,49 @@ def test_a_gpu_drafts_as_the_reference(folder: Path, plain: PlainDSpark, dtype: 
             same += sum(a == b for a, b in zip(answer.tokens, expected.tokens, strict=True))
             total += BLOCK
     assert same >= (1.0 if dtype == "float32" else 0.9) * total
+
+
+# Judging other drafts --------------------------------------------------------------------------------------------------
+
+
+def test_other_chains_are_judged_as_the_plain_reference_teacher_forces_them(folder: Path, plain: PlainDSpark) -> None:
+    drafter = float32_drafter(folder)
+    vocab = drafter.info.vocab_size
+    rng = random.Random(3)
+    requests = [Request(slot) for slot in (4, 1, 6)]
+    rows = [make_rows(count, seed=count) for count in (3, 9, 30)]
+    anchors = [rng.randrange(vocab) for _ in requests]
+    wants = [True, False, True]
+    entries = [
+        one.entry(24, more, anchor, draft=want)
+        for one, more, anchor, want in zip(requests, rows, anchors, wants, strict=True)
+    ]
+    result = drafter.draft(DraftBatch(entries, packed(rows), want_margins=True))
+    assert result.judge is not None
+    for index in (2, 0):
+        own = plain_chain = requests[index].expected(plain, anchors[index], 24)
+        forced = [rng.randrange(vocab) for _ in range(BLOCK)]
+        expected = plain.chain(own.hidden, own.base, anchors[index], forced)
+        chains = torch.tensor([forced, plain_chain.tokens], dtype=torch.int32)
+        for row, reference in ((0, expected), (1, own)):
+            judged = result.judge([index], memoryview(chains[row].numpy().tobytes()).cast("i"))
+            chosen = reference.logits.gather(1, chains[row].long().unsqueeze(1)).squeeze(1)
+            assert judged.best.tolist() == reference.tokens
+            assert judged.gaps.tolist() == pytest.approx((reference.logits.amax(1) - chosen).tolist(), abs=2e-4)
+            assert judged.peaks.tolist() == pytest.approx(reference.logits.abs().amax(1).tolist(), abs=2e-4)
+            assert judged.confidences.tolist() == pytest.approx(reference.confidences, abs=2e-5)
+        assert judged.gaps.tolist() == [0.0] * BLOCK, "its own chain has no gap"
+
+
+def test_without_margins_no_logits_are_kept(folder: Path) -> None:
+    drafter = float32_drafter(folder)
+    assert drafter.draft(DraftBatch([Request(0).entry(24, make_rows(3), 5)], packed([make_rows(3)]))).judge is None
+
+
+def test_positions_that_were_not_drafted_are_judged_as_zero(folder: Path) -> None:
+    drafter = float32_drafter(folder)
+    entry = Request(0).entry(24, make_rows(3), 5, n_out=2)
+    result = drafter.draft(DraftBatch([entry], packed([make_rows(3)]), want_margins=True))
+    assert result.judge is not None
+    judged = result.judge([0], memoryview(bytes(4 * BLOCK)).cast("i"))
+    assert [plane.tolist()[2:] for plane in judged] == [[0] * (BLOCK - 2)] * 4

@@ -6,9 +6,10 @@ import struct
 import pytest
 from tests.fakes.drafters import INFO, ArithmeticDrafter, expected, info
 
+from farspark.errors import ProtocolError
 from farspark.stats import Stats
 from farspark.wire.layout import EntryFlag, RequestStatus, StepFlag
-from farspark.wire.messages import Entry, Freed, Step, StepReply
+from farspark.wire.messages import Entry, Freed, Judge, Step, StepReply
 from farspark.worker.batch import DrafterInfo
 from farspark.worker.session import Session, SlotPool
 
@@ -53,7 +54,8 @@ class Engine:
         )
         step = Step(self.steps, entries, memoryview(rows), StepFlag.MARGINS if margins else StepFlag(0))
         plan = self.session.plan(step)
-        result = self.drafter.draft(plan.batch) if plan.batch is not None and not fails else None
+        batch = self.session.batch(plan)
+        result = self.drafter.draft(batch) if batch is not None and not fails else None
         return self.session.complete(plan, result, 12)
 
     def statuses(self, *entries: Entry, **options: bool) -> list[RequestStatus]:
@@ -102,6 +104,23 @@ def test_a_request_drafts_from_exactly_the_rows_that_it_sent() -> None:
     again = engine.step(entry(0, 3, 2))
     assert drafts(again, 0) == engine.expect(0, 0, 5)
     assert again.margins is None
+
+
+@pytest.mark.parametrize("middle", [DRAFT, DRAFT | NEW])
+def test_a_step_is_judged_before_its_rows_are_there(middle: EntryFlag) -> None:
+    engine = Engine()
+    # With the entry in the middle refused the others' rows are joined, which must wait for them too.
+    entries = [entry(0, 0, 2, DRAFT | NEW), entry(1, 0, 1, middle), entry(2, 0, 3, DRAFT | NEW)]
+    rows = b"".join(row(7 + one.slot, at) for one in entries for at in range(one.n_rows))
+    memory = bytearray(len(rows))
+    plan = engine.session.plan(Step(1, entries, memoryview(memory)))
+    assert [one.window_rows for one in plan.replies] == [2, 1 if middle & NEW else 0, 3]
+    memory[:] = rows
+    batch = engine.session.batch(plan)
+    assert batch is not None
+    reply = engine.session.complete(plan, engine.drafter.draft(batch), 12)
+    assert drafts(reply, 0) == engine.expect(0, 0, 2)
+    assert drafts(reply, 2) == engine.expect(2, 0, 3)
 
 
 @pytest.mark.parametrize("n_out", [1, 2, N])
@@ -405,3 +424,54 @@ def test_random_steps_against_a_list_model_RING_REWIND(seed: int) -> None:
             engine.session.free([Freed(slot, model.pop(slot)[0])])
     engine.session.close()
     assert engine.pool.in_use == 0
+
+
+# JUDGE -----------------------------------------------------------------------------------------------------------------
+
+
+def ints(*values: int) -> memoryview:
+    return memoryview(struct.pack(f"<{len(values)}i", *values)).cast("i")
+
+
+def test_other_drafts_are_judged_for_the_newest_step_by_its_entries() -> None:
+    engine = Engine()
+    append = entry(0, 0, 3, NEW)  # asks for no draft, so the entries of batch and drafts differ
+    reply = engine.step(append, entry(1, 0, 3, NEW | DRAFT), entry(2, 0, 4, NEW | DRAFT), margins=True)
+    own, other = reply.tokens.tolist()[N : 2 * N], reply.tokens.tolist()[2 * N :]
+    changed = [*other]
+    changed[1] = (changed[1] + 1) % engine.info.vocab_size
+    judgement = engine.session.judge(Judge(engine.steps, N, [2, 1], ints(*changed, *own)))
+    assert judgement.step_id == engine.steps
+    assert judgement.gaps.tolist() == [0, 1, 1, *[0] * (N - 3), *[0] * N], (
+        "the token after a changed one is judged behind it"
+    )
+    assert judgement.best.tolist()[N:] == own
+    assert judgement.confidences.tolist() == reply.confidences.tolist()[2 * N :] + reply.confidences.tolist()[N : 2 * N]
+
+
+@pytest.mark.parametrize(
+    ("judge", "why"),
+    [
+        (Judge(2, N, [0], ints(*[1] * N)), "only the newest step with margins"),
+        (Judge(1, N - 1, [0], ints(*[1] * (N - 1))), "this worker drafts"),
+        (Judge(1, N, [0, 0], ints(*[1] * 2 * N)), "twice"),
+        (Judge(1, N, [1], ints(*[1] * N)), "no drafts"),
+        (Judge(1, N, [7], ints(*[1] * N)), "no drafts"),
+        (Judge(1, N, [0], ints(*[1] * (N - 1), 1000)), "outside 0"),
+        (Judge(1, N, [0], ints(*[1] * (N - 1), -1)), "outside 0"),
+    ],
+)
+def test_ID_RANGE_what_cannot_be_judged_is_refused(judge: Judge, why: str) -> None:
+    engine = Engine()
+    engine.step(entry(0, 0, 3, NEW | DRAFT), entry(1, 0, 3, NEW), margins=True)
+    with pytest.raises(ProtocolError, match=why):
+        engine.session.judge(judge)
+    assert engine.session.judge(Judge(1, N, [0], ints(*[1] * N))).num_drafts == N
+
+
+def test_a_step_without_margins_leaves_nothing_to_judge_by() -> None:
+    engine = Engine()
+    engine.step(entry(0, 0, 3, NEW | DRAFT), margins=True)
+    engine.step(entry(0, 3, 1, DRAFT))
+    with pytest.raises(ProtocolError, match="there is none"):
+        engine.session.judge(Judge(1, N, [0], ints(*[1] * N)))

@@ -10,7 +10,9 @@ from typing import Any
 
 from farspark.errors import ConfigError, FarsparkError
 from farspark.probe.metrics import DEFAULT_URL, NotIdle
+from farspark.probe.peer import TOKEN_OPTION
 from farspark.probe.preflight import Questions, preflight, read_shape
+from farspark.token_file import read_token
 from farspark.transport import parse_endpoint
 from farspark.wire import layout
 
@@ -26,6 +28,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "1: not usable, and why; 2: wrong usage.",
     )
     parser.add_argument("--endpoint", metavar="ENDPOINT", required=True, help="the worker, as tcp://10.0.0.2:18620")
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        type=Path,
+        help="the token that the worker demands, and has to hold itself; left out: neither side proves anything",
+    )
     parser.add_argument(
         "--hello",
         action="store_true",
@@ -129,6 +137,7 @@ def _questions(options: argparse.Namespace) -> Questions:
         raise ConfigError("--metrics and --no-metrics-check: give one of them")
     return Questions(
         endpoint=parse_endpoint(options.endpoint),
+        token=None if options.token_file is None else read_token(options.token_file, TOKEN_OPTION),
         timeout_s=options.timeout_s,
         pings=options.pings,
         identity=_digest("--identity", options.identity),

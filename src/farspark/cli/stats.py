@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from farspark.errors import ConfigError, FarsparkError
-from farspark.probe.peer import StatsReader
+from farspark.probe.peer import TOKEN_OPTION, StatsReader
+from farspark.token_file import read_token
 from farspark.transport import parse_endpoint
 
 _TIMEOUT_S = 5.0
@@ -31,13 +32,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "answers to STATS. What is counted stands in docs/operations.md.",
     )
     parser.add_argument("source", metavar="FILE|ENDPOINT", help="a stats file, or a worker as tcp://10.0.0.2:18620")
+    parser.add_argument(
+        "--token-file", metavar="FILE", type=Path, help="the token that the worker demands; for an ENDPOINT only"
+    )
     parser.add_argument("--watch", action="store_true", help="show it again every second, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="print the JSON itself; with --watch one object a line")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    with _opened(options.source) as read:
+    with _opened(options.source, options.token_file) as read:
         try:
             if options.watch:
                 _watch(read, sys.stdout, as_json=options.json)
@@ -55,12 +59,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _opened(source: str) -> Iterator[Read]:
+def _opened(source: str, token_file: Path | None = None) -> Iterator[Read]:
     if "://" not in source:
+        if token_file is not None:
+            raise ConfigError(f"{TOKEN_OPTION} {token_file}: {source} is a file; a token is for a worker's endpoint")
         yield lambda: read_file(Path(source))
         return
     endpoint = parse_endpoint(source)
-    with StatsReader(endpoint, _TIMEOUT_S) as reader:
+    token = None if token_file is None else read_token(token_file, TOKEN_OPTION)
+    with StatsReader(endpoint, _TIMEOUT_S, token=token) as reader:
         yield lambda: (f"worker at {endpoint}", reader.read())
 
 

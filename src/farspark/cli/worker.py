@@ -14,6 +14,7 @@ from types import FrameType
 
 from farspark.cli.progress import shown_progress
 from farspark.errors import ConfigError
+from farspark.token_file import read_token
 from farspark.transport import listen, parse_endpoint
 from farspark.worker.batch import DrafterInfo
 from farspark.worker.config import DTYPES, WorkerConfig
@@ -42,6 +43,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="ENDPOINT",
         default=str(_DEFAULTS.listen),
         help="where to listen: tcp://HOST:PORT, an IPv6 address in brackets, port 0 for any free one",
+    )
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        type=Path,
+        help="serve only engines and probes that hold the token in this file, and prove to them that this worker does; only "
+        "its owner may be able to read it",
     )
     parser.add_argument(
         "--allow-unauthenticated-network",
@@ -108,6 +116,7 @@ def run(options: argparse.Namespace) -> int:
         max_connections=options.max_connections,
         name=options.name,
         drain_s=options.drain_s,
+        token=None if options.token_file is None else read_token(options.token_file, "--token-file"),
         allow_unauthenticated_network=options.allow_unauthenticated_network,
         ready_file=options.ready_file,
     )
@@ -134,6 +143,8 @@ def run(options: argparse.Namespace) -> int:
     with Server(drafter, config) as server, _announced(server, config):
         if server.max_rows < config.max_rows:
             _say(f"rows per step: {server.max_rows}, as many as one frame holds (--max-rows {config.max_rows})")
+        if config.token is not None:
+            _say(f"peers must prove to hold the token of {options.token_file}")
         _say(f"ready on {server.endpoint}")
         _serve_until_signalled(server)
         _say("stopping: rounds in hand are finished first")

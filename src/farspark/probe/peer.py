@@ -7,34 +7,52 @@ import secrets
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from farspark.clock import Clock, Deadline
 from farspark.errors import FarsparkError, ProtocolError, Refused, TransportError
 from farspark.transport import Endpoint, Piece, connect
 from farspark.wire import codec, layout
+from farspark.wire.auth import NO_IDENTITY, EngineSide, authenticate, token_missing
 from farspark.wire.layout import FrameStatus, Operation, StepFlag
 from farspark.wire.messages import Entry, Header, Hello, StepReply, Welcome
+
+TOKEN_OPTION: Final = "--token-file"
 
 
 class Peer:
     """A connected worker, owned by one thread; `with` closes it.
 
     Every question raises TimeoutError after `timeout_s`, TransportError where the connection is gone, ProtocolError where
-    the answer is none of ours, and Refused where the worker says no.
+    the answer is none of ours, and Refused where the worker says no. With a `token` only a worker that proves to hold it
+    is asked anything.
     """
 
-    def __init__(self, endpoint: Endpoint, timeout_s: float, clock: Clock = time.monotonic) -> None:
-        """Connect; takes at most `timeout_s` seconds."""
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        timeout_s: float,
+        clock: Clock = time.monotonic,
+        *,
+        token: bytes | None = None,
+    ) -> None:
+        """Connect, and with a token prove it; raises as every question, and takes at most three times `timeout_s`."""
         self._endpoint = endpoint
         self._timeout_s = timeout_s
         self._clock = clock
+        self._token = token
         self._session = 0
         self._sequence = 0
         self.last_us = 0.0  # from the first byte of the newest question to the last byte of its answer
         began_s = clock()
         self._channel = connect(endpoint, self._deadline(), max_frame_bytes=layout.MAX_REPLY_BYTES)
         self.connect_us = (clock() - began_s) * 1e6
+        if token is not None:
+            try:
+                self._prove(token, NO_IDENTITY, NO_IDENTITY)
+            except BaseException:
+                self._channel.close()
+                raise
 
     def __enter__(self) -> Peer:
         return self
@@ -63,8 +81,14 @@ class Peer:
 
     def hello(self, hello: Hello) -> Welcome:
         """Open a session, under which the questions from here on are asked."""
+        side = None
+        if self._token is not None:
+            side = self._prove(self._token, hello.identity, hello.markov_identity)
         self._session = secrets.randbits(64) or 1
-        return codec.decode_welcome(self._ask(Operation.HELLO, codec.encode_hello(hello)))
+        welcome = codec.decode_welcome(self._ask(Operation.HELLO, codec.encode_hello(hello)))
+        if side is not None:
+            side.check_welcome(welcome.identity, welcome.markov_identity)
+        return welcome
 
     def step(self, step_id: int, entries: Sequence[Entry], rows: Piece) -> StepReply:
         self._sequence += 1
@@ -73,6 +97,17 @@ class Peer:
 
     def bye(self) -> None:
         self._ask(Operation.BYE)
+
+    def _prove(self, token: bytes, identity: bytes, markov_identity: bytes) -> EngineSide:
+        side = EngineSide(
+            token,
+            identity=identity,
+            markov_identity=markov_identity,
+            nonce=secrets.token_bytes(layout.NONCE_BYTES),
+            setting=TOKEN_OPTION,
+        )
+        authenticate(side, self._ask)
+        return side
 
     def _deadline(self) -> Deadline:
         return Deadline.after(self._timeout_s, self._clock)
@@ -108,10 +143,10 @@ class Peer:
         if header.is_reply and header.status != FrameStatus.OK:
             # A worker that is full answers so before it looks at anything else.
             said = codec.decode_refusal(operation, payload)
-            raise Refused(
-                int(header.status),
-                f"{self._endpoint} answered {operation.name} with {status_name(header.status)}: {said}",
-            )
+            sentence = f"{self._endpoint} answered {operation.name} with {status_name(header.status)}: {said}"
+            if header.status == FrameStatus.AUTH and self._token is None:
+                raise token_missing(sentence, TOKEN_OPTION)
+            raise Refused(int(header.status), sentence)
         answered = (header.is_reply, header.operation, header.session, header.sequence)
         if answered != (True, operation, self._session, self._sequence):
             raise ProtocolError(
@@ -128,9 +163,10 @@ def status_name(status: int) -> str:
 class StatsReader:
     """Reads a worker's STATS again and again over one connection, which is made anew after a failure."""
 
-    def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
+    def __init__(self, endpoint: Endpoint, timeout_s: float, *, token: bytes | None = None) -> None:
         self._endpoint = endpoint
         self._timeout_s = timeout_s
+        self._token = token
         self._peer: Peer | None = None
 
     def __enter__(self) -> StatsReader:
@@ -142,7 +178,7 @@ class StatsReader:
     def read(self) -> dict[str, Any]:
         """As `Peer.stats`, connecting where there is no connection."""
         if self._peer is None:
-            self._peer = Peer(self._endpoint, self._timeout_s)
+            self._peer = Peer(self._endpoint, self._timeout_s, token=self._token)
         try:
             return self._peer.stats()
         except (FarsparkError, TimeoutError):

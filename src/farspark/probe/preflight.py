@@ -10,7 +10,7 @@ import json
 import random
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,6 +56,7 @@ class Questions:
     """What to ask. Times in seconds."""
 
     endpoint: Endpoint
+    token: bytes | None = field(default=None, repr=False)  # None: neither side proves itself
     timeout_s: float = 5.0  # of every wait
     pings: int = 100
     identity: bytes | None = None  # None: whatever the worker serves
@@ -108,7 +109,7 @@ def preflight(questions: Questions) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     if questions.hello and questions.metrics_url is not None:
         check_idle(questions.metrics_url, questions.timeout_s)
-    with Peer(questions.endpoint, questions.timeout_s) as peer:
+    with Peer(questions.endpoint, questions.timeout_s, token=questions.token) as peer:
         yield "connection", {"lane": peer.lane, "connect_us": round(peer.connect_us, 1)}
         yield "ping", _ping(peer, questions.pings)
         stats = peer.stats()

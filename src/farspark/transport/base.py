@@ -16,6 +16,9 @@ class Channel(Protocol):
     Frames arrive whole, in order, once. After any error but TimeoutError the channel is closed.
     """
 
+    max_frame_bytes: int
+    """What `recv` takes at most. May be changed, by the channel's owner; holds for every frame that is not begun yet."""
+
     @property
     def lane(self) -> str:
         """What the bytes really travel over, as read from the connection: "tcp 10.0.0.1:4711 -> 10.0.0.2:18620"."""
@@ -38,6 +41,13 @@ class Channel(Protocol):
 
         Raises TimeoutError at the deadline: nothing is lost, a later call goes on where this one stopped. Raises
         TransportError if the connection is gone, ProtocolError if the peer announces a frame above the limit.
+        """
+        ...
+
+    def recv_head(self, head_bytes: int, deadline: Deadline) -> tuple[memoryview, int]:
+        """The memory of the next frame, and how many of its first bytes are there: at least `head_bytes`, or all of it.
+
+        What stands behind them is not the frame's yet, until `recv` has returned this same frame. Raises as `recv`.
         """
         ...
 

@@ -59,9 +59,10 @@ class MemoryChannel:
         self._link = link
         self._out = out
         self._into = into
-        self._max_frame_bytes = max_frame_bytes
+        self.max_frame_bytes = max_frame_bytes
         self._lane = f"memory {name}"
         self._is_closed = False
+        self._begun: memoryview | None = None  # a frame that `recv_head` has shown
 
     def __repr__(self) -> str:
         return f"<MemoryChannel {self._lane}{' closed' if self._is_closed else ''}>"
@@ -102,7 +103,17 @@ class MemoryChannel:
                 out.unread_bytes += len(frame)
             link.changed.notify_all()
 
+    def recv_head(self, head_bytes: int, deadline: Deadline) -> tuple[memoryview, int]:
+        self._begun = self.recv(deadline)
+        return self._begun, len(self._begun)
+
     def recv(self, deadline: Deadline) -> memoryview:
+        if self._begun is not None and not self._is_closed:
+            frame, self._begun = self._begun, None
+            return frame
+        return self._next(deadline)
+
+    def _next(self, deadline: Deadline) -> memoryview:
         into, link = self._into, self._link
         with link.changed:
             while True:
@@ -118,9 +129,9 @@ class MemoryChannel:
             _, frame = into.frames.popleft()
             into.unread_bytes -= len(frame)
             link.changed.notify_all()
-        if len(frame) > self._max_frame_bytes:
+        if len(frame) > self.max_frame_bytes:
             self.close()
-            raise ProtocolError(f"{self._lane}: frame of {len(frame)} bytes announced, at most {self._max_frame_bytes}")
+            raise ProtocolError(f"{self._lane}: frame of {len(frame)} bytes announced, at most {self.max_frame_bytes}")
         return memoryview(bytearray(frame))
 
     def close(self) -> None:

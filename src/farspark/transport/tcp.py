@@ -36,7 +36,7 @@ KEEPALIVE_PROBES: Final = 3
 USER_TIMEOUT_MS: Final = 10_000
 
 _LENGTH = struct.Struct("<I")
-_MAX_LENGTH = 0xFFFFFFFF
+_MAX_LENGTH = _WHOLE = 0xFFFFFFFF
 # What a channel starts to receive into; it grows to the largest frame met.
 _FIRST_MEMORY_BYTES = 64 * 1024
 # Memory up to this size is kept for the frames to come: pages that are warm cost a tenth of those the kernel must zero.
@@ -57,7 +57,7 @@ class TcpChannel:
         sock.setblocking(True)
         _set_options(sock)
         self._socket = sock
-        self._max_frame_bytes = max_frame_bytes
+        self.max_frame_bytes = max_frame_bytes
         self._spin_s = spin_us / 1e6
         ours, theirs = sock.getsockname(), sock.getpeername()
         self._lane = f"tcp {_show(ours)} -> {_show(theirs)}"
@@ -110,26 +110,24 @@ class TcpChannel:
     def recv(self, deadline: Deadline) -> memoryview:
         self._begin()
         try:
-            frame = self._take_frame()
-            if frame is None and deadline.at_s == math.inf and not self._spin_s:
-                while frame is None:
-                    self._read_some(_WAIT_ALL)
-                    frame = self._take_frame()
-            spin_until = 0.0
-            while frame is None:
-                if self._read_some(_DONT_WAIT):
-                    spin_until = 0.0
-                    frame = self._take_frame()
-                    if frame is None and deadline.has_passed():
-                        # A peer that sends a byte now and then must not hold us for ever.
-                        raise self._late("receiving a frame")
-                elif not self._spin_s:
-                    self._wait(select.POLLIN, deadline, "waiting for a frame")
-                elif not spin_until:
-                    spin_until = time.monotonic() + min(self._spin_s, deadline.left_s())
-                elif time.monotonic() >= spin_until:
-                    self._wait(select.POLLIN, deadline, "waiting for a frame")
-            return frame
+            self._read(_WHOLE, deadline)
+            start = self._from + _LENGTH.size
+            self._from = start + self._next_length()
+            return memoryview(self._memory)[start : self._from]
+        finally:
+            self._end()
+
+    def recv_head(self, head_bytes: int, deadline: Deadline) -> tuple[memoryview, int]:
+        self._begin()
+        try:
+            self._read(head_bytes, deadline)
+            if self._from and not self._has(_WHOLE):
+                # Here and not with the rest, which must come to where the caller looks.
+                self._move_to_front()
+            start = self._from + _LENGTH.size
+            end = start + self._next_length()
+            self._reserve(end)
+            return memoryview(self._memory)[start:end], min(self._to, end) - start
         finally:
             self._end()
 
@@ -177,7 +175,7 @@ class TcpChannel:
                 return
             if sent:
                 rest[0] = rest[0][sent:]
-            interest = select.POLLOUT if self._has_frame() else select.POLLOUT | select.POLLIN
+            interest = select.POLLOUT if self._has(_WHOLE) else select.POLLOUT | select.POLLIN
             try:
                 ready = self._wait(interest, deadline, "sending a frame")
             except TimeoutError as error:
@@ -185,10 +183,34 @@ class TcpChannel:
                     self.close()
                     raise TimeoutError(f"{error}; closed, because a part of the frame was sent") from None
                 raise
-            if ready & ~select.POLLOUT and not self._has_frame():
+            if ready & ~select.POLLOUT and not self._has(_WHOLE):
                 self._read_some(_DONT_WAIT)
             sent = self._send_some(rest)
             started = started or sent > 0
+
+    def _read(self, wanted: int, deadline: Deadline) -> None:
+        """Read until the first `wanted` bytes of the next frame are there, or the whole frame."""
+        if deadline.at_s == math.inf and not self._spin_s:
+            while not self._has(wanted):
+                self._read_some(_WAIT_ALL if wanted == _WHOLE else 0)
+            return
+        spin_until = 0.0
+        while not self._has(wanted):
+            if self._read_some(_DONT_WAIT):
+                spin_until = 0.0
+                if deadline.has_passed() and not self._has(wanted):
+                    # A peer that sends a byte now and then must not hold us for ever.
+                    raise self._late("receiving a frame")
+            elif not self._spin_s:
+                self._wait(select.POLLIN, deadline, "waiting for a frame")
+            elif not spin_until:
+                spin_until = time.monotonic() + min(self._spin_s, deadline.left_s())
+            elif time.monotonic() >= spin_until:
+                self._wait(select.POLLIN, deadline, "waiting for a frame")
+
+    def _has(self, wanted: int) -> bool:
+        have = self._to - self._from - _LENGTH.size
+        return have >= 0 and have >= min(wanted, self._next_length())
 
     def _read_some(self, flags: int) -> bool:
         """One read towards the next frame; False if nothing is there and `flags` forbids to wait."""
@@ -201,10 +223,7 @@ class TcpChannel:
                 count = self._socket.recv_into(into, 0, flags & _DONT_WAIT)
             else:
                 end = _LENGTH.size + self._next_length()
-                if end > len(self._memory):
-                    larger = bytearray(end)
-                    larger[:to] = self._memory[:to]
-                    self._memory = larger
+                self._reserve(end)
                 count = self._socket.recv_into(memoryview(self._memory)[to:end], 0, flags)
         except BlockingIOError:
             return False
@@ -219,9 +238,9 @@ class TcpChannel:
         """The length of the frame at `_from`, which must be there. Raises ProtocolError, and closes, above the limit."""
         (length,) = _LENGTH.unpack_from(self._memory, self._from)
         # On the length alone, so that a hostile one never reserves memory.
-        if length > self._max_frame_bytes:
+        if length > self.max_frame_bytes:
             self.close()
-            raise ProtocolError(f"{self._lane}: frame of {length} bytes announced, at most {self._max_frame_bytes}")
+            raise ProtocolError(f"{self._lane}: frame of {length} bytes announced, at most {self.max_frame_bytes}")
         return int(length)
 
     def _move_to_front(self) -> None:
@@ -240,19 +259,12 @@ class TcpChannel:
             self._memory = bytearray(max(_FIRST_MEMORY_BYTES, len(rest)))
         self._memory[: len(rest)] = rest
 
-    def _has_frame(self) -> bool:
-        have = self._to - self._from - _LENGTH.size
-        return have >= 0 and have >= self._next_length()
-
-    def _take_frame(self) -> memoryview | None:
-        start = self._from + _LENGTH.size
-        if start > self._to:
-            return None
-        end = start + self._next_length()
-        if end > self._to:
-            return None
-        self._from = end
-        return memoryview(self._memory)[start:end]
+    def _reserve(self, end: int) -> None:
+        """Have room for a frame up to `end`; its length has been judged."""
+        if end > len(self._memory):
+            larger = bytearray(end)
+            larger[: self._to] = self._memory[: self._to]
+            self._memory = larger
 
     def _wait(self, interest: int, deadline: Deadline, what: str) -> int:
         """Sleep until the socket is ready for `interest`; the events. Raises TimeoutError at the deadline."""

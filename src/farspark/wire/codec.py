@@ -7,49 +7,66 @@ head that is sent in front of the caller's own row buffer, and decoded as a view
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from farspark.errors import ProtocolError
 from farspark.wire import layout
 from farspark.wire.layout import (
-    EntryFlag,
     FrameStatus,
-    HeaderFlag,
     HelloFlag,
     Operation,
     RequestStatus,
     StepFlag,
 )
-from farspark.wire.messages import Entry, EntryReply, Freed, Header, Hello, Step, StepReply, Welcome
+from farspark.wire.messages import (
+    Entry,
+    EntryReply,
+    Freed,
+    Header,
+    Hello,
+    Judge,
+    Judgement,
+    Proof,
+    Step,
+    StepReply,
+    Welcome,
+)
 
 # Tables in place of the enums' constructors, which take microseconds.
 _OPERATIONS: dict[int, Operation] = {int(operation): operation for operation in Operation}
 _FRAME_STATUSES: dict[int, FrameStatus] = {int(status): status for status in FrameStatus}
 _REQUEST_STATUSES = {int(status): status for status in RequestStatus}
-_HEADER_FLAGS = tuple(HeaderFlag(bits) for bits in range(2))
-_ENTRY_FLAGS = tuple(EntryFlag(bits) for bits in range(8))
-_STEP_FLAGS = tuple(StepFlag(bits) for bits in range(4))
+# Plain integers, as in `messages`: what is known of the flags of a header, of an entry and of a step.
+_HEADER_FLAGS, _ENTRY_FLAGS, _STEP_FLAGS = 0b1, 0b111, 0b11
 _MARGINS = int(StepFlag.MARGINS)
+_STEP = int(Operation.STEP)
+
+
+# One struct for all entries: a call for each would take three times as long. Rounds have few different sizes.
+@functools.lru_cache(maxsize=64)
+def _step_head(n_entries: int) -> struct.Struct:
+    return _joined(layout.HEADER, layout.STEP, *[layout.ENTRY] * n_entries)
+
+
+@functools.lru_cache(maxsize=64)
+def _step_reply_head(n_entries: int) -> struct.Struct:
+    return _joined(layout.STEP_REPLY, *[layout.ENTRY_REPLY] * n_entries)
+
+
+def _joined(*forms: struct.Struct) -> struct.Struct:
+    return struct.Struct("<" + "".join([form.format.removeprefix("<") for form in forms]))
 
 
 def encode_frame(header: Header, payload: bytes = b"") -> bytes:
     """A whole frame for everything but STEP: `header` with its `payload_bytes` replaced by the payload's length."""
-    return _pack_header(header, len(payload)) + payload
-
-
-def _pack_header(header: Header, payload_bytes: int) -> bytes:
-    return layout.HEADER.pack(
-        layout.MAGIC,
-        header.version,
-        header.operation,
-        header.flags,
-        header.session,
-        header.sequence,
-        header.status,
-        0,
-        payload_bytes,
+    operation, session, sequence, _, flags, status, version = header
+    return (
+        layout.HEADER.pack(layout.MAGIC, version, operation, flags, session, sequence, status, 0, len(payload))
+        + payload
     )
 
 
@@ -72,7 +89,7 @@ def decode_frame(frame: memoryview) -> tuple[Header, memoryview]:
         session,
         sequence,
         payload_bytes,
-        _HEADER_FLAGS[flags & 1],
+        flags & _HEADER_FLAGS,
         _FRAME_STATUSES.get(status, status),
         version,
     )
@@ -168,26 +185,42 @@ def decode_welcome(payload: memoryview) -> Welcome:
 
 
 def encode_step_head(
-    session: int, sequence: int, step_id: int, entries: Sequence[Entry], rows_bytes: int, flags: StepFlag = StepFlag(0)
+    session: int, sequence: int, step_id: int, entries: Sequence[Entry], rows_bytes: int, flags: int = 0
 ) -> bytes:
     """Everything of a STEP frame in front of its rows: application header, step header, entries.
 
     The frame is this head followed by `rows_bytes` bytes of rows, sent from wherever they lie.
     """
+    form = _step_head(len(entries))
     try:
-        packed = [layout.ENTRY.pack(*entry) for entry in entries]
+        return form.pack(
+            layout.MAGIC,
+            layout.VERSION,
+            _STEP,
+            0,
+            session,
+            sequence,
+            0,
+            0,
+            form.size - layout.HEADER.size + rows_bytes,
+            step_id,
+            len(entries),
+            flags,
+            sum([entry.n_rows for entry in entries]),
+            *chain.from_iterable(entries),
+        )
     except struct.error as error:
         raise ValueError(f"STEP entry that does not fit its fields: {error}") from error
-    step = layout.STEP.pack(step_id, len(entries), flags, sum([entry.n_rows for entry in entries]))
-    payload_bytes = layout.STEP.size + layout.ENTRY.size * len(packed) + rows_bytes
-    header = layout.HEADER.pack(
-        layout.MAGIC, layout.VERSION, Operation.STEP, 0, session, sequence, FrameStatus.OK, 0, payload_bytes
-    )
-    return b"".join([header, step, *packed])
+
+
+def step_head_bytes(payload: memoryview) -> int:
+    """How many bytes of a STEP's payload stand in front of its rows; the first of them, the step header, must be there."""
+    _, n_requests, _, _ = _fixed(layout.STEP, payload, "STEP")
+    return layout.STEP.size + layout.ENTRY.size * int(n_requests)
 
 
 def decode_step(payload: memoryview, row_bytes: int) -> Step:
-    """A STEP whose rows are `row_bytes` each, as the session agreed. `rows` is a view into `payload`."""
+    """A STEP whose rows are `row_bytes` each, as the session agreed. `rows` is a view into `payload`, and not looked at."""
     step_id, n_requests, flags, n_rows = _fixed(layout.STEP, payload, "STEP")
     if n_requests > layout.MAX_REQUESTS:
         raise ProtocolError(f"STEP of {n_requests} requests, at most {layout.MAX_REQUESTS}")
@@ -198,7 +231,7 @@ def decode_step(payload: memoryview, row_bytes: int) -> Step:
             f"STEP of {len(payload)} bytes; {n_requests} requests and {n_rows} rows of {row_bytes} bytes make {expected}"
         )
     entries = [
-        Entry(slot, generation, first_pos, rows, anchor, anchor_pos, _ENTRY_FLAGS[bits & 7], k_window, n_out)
+        Entry(slot, generation, first_pos, rows, anchor, anchor_pos, bits & _ENTRY_FLAGS, k_window, n_out)
         for slot, generation, first_pos, rows, anchor, anchor_pos, bits, k_window, n_out in layout.ENTRY.iter_unpack(
             payload[layout.STEP.size : rows_at]
         )
@@ -206,28 +239,29 @@ def decode_step(payload: memoryview, row_bytes: int) -> Step:
     counted = sum([entry.n_rows for entry in entries])
     if counted != n_rows:
         raise ProtocolError(f"STEP announces {n_rows} rows, its entries {counted}")
-    return Step(step_id, entries, payload[rows_at:], _STEP_FLAGS[flags & 3])
+    return Step(step_id, entries, payload[rows_at:], flags & _STEP_FLAGS)
 
 
 def encode_step_reply(reply: StepReply) -> bytes:
     """The payload of a STEP reply. Raises ValueError where an array has not `entries * N` elements."""
-    count = len(reply.entries) * reply.num_drafts
-    parts: list[bytes | memoryview] = [
-        layout.STEP_REPLY.pack(
-            reply.step_id, len(reply.entries), reply.num_drafts, reply.flags, 0, min(reply.worker_us, 0xFFFFFFFF), 0
-        )
-    ]
-    parts += [layout.ENTRY_REPLY.pack(*entry) for entry in reply.entries]
-    arrays = [(reply.tokens, "i"), (reply.confidences, "f")]
-    if int(reply.flags) & _MARGINS:
-        if reply.margins is None:
+    step_id, num_drafts, worker_us, entries, tokens, confidences, margins, flags = reply
+    n_values = len(entries) * num_drafts
+    arrays = [_array(tokens, "i", n_values), _array(confidences, "f", n_values)]
+    if int(flags) & _MARGINS:
+        if margins is None:
             raise ValueError("a reply flagged MARGINS without margins")
-        arrays.append((reply.margins, "f"))
-    for array, kind in arrays:
-        if array.format != kind or array.nbytes != 4 * count:
-            raise ValueError(f"array of format {array.format!r}, {array.nbytes} bytes; expected {kind!r}, {4 * count}")
-        parts.append(array)
-    return b"".join(parts)
+        arrays.append(_array(margins, "f", n_values))
+    head = _step_reply_head(len(entries)).pack(
+        step_id,
+        len(entries),
+        num_drafts,
+        flags,
+        0,
+        min(worker_us, 0xFFFFFFFF),
+        0,
+        *chain.from_iterable(entries),
+    )
+    return b"".join([head, *arrays])
 
 
 def decode_step_reply(payload: memoryview) -> StepReply:
@@ -239,37 +273,33 @@ def decode_step_reply(payload: memoryview) -> StepReply:
             f"by {layout.MAX_DRAFTS}"
         )
     has_margins = raw_flags & _MARGINS
-    arrays_at = layout.STEP_REPLY.size + layout.ENTRY_REPLY.size * n_requests
+    tokens_at = layout.STEP_REPLY.size + layout.ENTRY_REPLY.size * n_requests
     array_bytes = 4 * n_requests * num_drafts
-    arrays = 3 if has_margins else 2
-    if len(payload) != arrays_at + arrays * array_bytes:
+    confidences_at = tokens_at + array_bytes
+    margins_at = confidences_at + array_bytes
+    expected = margins_at + array_bytes if has_margins else margins_at
+    if len(payload) != expected:
         raise ProtocolError(
-            f"STEP reply of {len(payload)} bytes; {n_requests} requests by {num_drafts} drafts make "
-            f"{arrays_at + arrays * array_bytes}"
+            f"STEP reply of {len(payload)} bytes; {n_requests} requests by {num_drafts} drafts make {expected}"
         )
     try:
         entries = [
             EntryReply(slot, generation, window_rows, _REQUEST_STATUSES[status])
             for slot, generation, window_rows, status in layout.ENTRY_REPLY.iter_unpack(
-                payload[layout.STEP_REPLY.size : arrays_at]
+                payload[layout.STEP_REPLY.size : tokens_at]
             )
         ]
     except KeyError as unknown:
         raise ProtocolError(f"request status {unknown} in a STEP reply, which is not one of ours") from None
-
-    def array(index: int, kind: str) -> memoryview:
-        at = arrays_at + index * array_bytes
-        return payload[at : at + array_bytes].cast(kind)  # type: ignore[call-overload, no-any-return]
-
     return StepReply(
         step_id,
         num_drafts,
         worker_us,
         entries,
-        array(0, "i"),
-        array(1, "f"),
-        array(2, "f") if has_margins else None,
-        _STEP_FLAGS[raw_flags & 3],
+        payload[tokens_at:confidences_at].cast("i"),
+        payload[confidences_at:margins_at].cast("f"),
+        payload[margins_at:].cast("f") if has_margins else None,
+        raw_flags & _STEP_FLAGS,
     )
 
 
@@ -283,6 +313,85 @@ def decode_free(payload: memoryview) -> tuple[Freed, ...]:
     if len(payload) != expected:
         raise ProtocolError(f"FREE of {len(payload)} bytes; {count} slots make {expected}")
     return tuple(Freed(slot, gen) for slot, gen in layout.FREE_ENTRY.iter_unpack(payload[layout.FREE.size :]))
+
+
+def encode_judge(judge: Judge) -> bytes:
+    """Raises ValueError where the tokens are not `chains * N` int32."""
+    n_chains = len(judge.places)
+    tokens = _array(judge.tokens, "i", n_chains * judge.num_drafts)
+    return (
+        layout.JUDGE.pack(judge.step_id, n_chains, judge.num_drafts, 0)
+        + struct.pack(f"<{n_chains}I", *judge.places)
+        + tokens
+    )
+
+
+def decode_judge(payload: memoryview) -> Judge:
+    """`tokens` is a view into `payload`; places and tokens are not judged here."""
+    step_id, n_chains, num_drafts, _ = _fixed(layout.JUDGE, payload, "JUDGE")
+    tokens_at = layout.JUDGE.size + 4 * n_chains
+    _exactly(payload, tokens_at + 4 * n_chains * num_drafts, f"JUDGE of {n_chains} chains of {num_drafts}")
+    places = struct.unpack_from(f"<{n_chains}I", payload, layout.JUDGE.size)
+    return Judge(step_id, num_drafts, places, payload[tokens_at:].cast("i"))
+
+
+def encode_judgement(judgement: Judgement) -> bytes:
+    """Raises ValueError where the arrays are not `chains * N` elements each."""
+    step_id, num_drafts, best, gaps, peaks, confidences = judgement
+    n_chains = len(best) // num_drafts if num_drafts else 0
+    head = layout.JUDGE_REPLY.pack(step_id, n_chains, num_drafts, 0)
+    floats = [_array(one, "f", n_chains * num_drafts) for one in (gaps, peaks, confidences)]
+    return b"".join([head, _array(best, "i", n_chains * num_drafts), *floats])
+
+
+def decode_judgement(payload: memoryview) -> Judgement:
+    """Arrays are views into `payload`. Values are not judged here, only lengths."""
+    step_id, n_chains, num_drafts, _ = _fixed(layout.JUDGE_REPLY, payload, "JUDGE reply")
+    size = 4 * n_chains * num_drafts
+    start = layout.JUDGE_REPLY.size
+    _exactly(payload, start + 4 * size, f"JUDGE reply of {n_chains} chains of {num_drafts}")
+    best, gaps, peaks, confidences = (payload[start + i * size : start + (i + 1) * size] for i in range(4))
+    return Judgement(step_id, num_drafts, best.cast("i"), gaps.cast("f"), peaks.cast("f"), confidences.cast("f"))
+
+
+def encode_challenge(nonce: bytes) -> bytes:
+    return layout.CHALLENGE.pack(_whole(nonce, layout.NONCE_BYTES, "nonce"))
+
+
+def decode_challenge(payload: memoryview) -> bytes:
+    """The engine's nonce."""
+    _exactly(payload, layout.CHALLENGE.size, "CHALLENGE")
+    (nonce,) = layout.CHALLENGE.unpack(payload)
+    return bytes(nonce)
+
+
+def encode_challenge_reply(nonce: bytes, *, demands_proof: bool) -> bytes:
+    return layout.CHALLENGE_REPLY.pack(_whole(nonce, layout.NONCE_BYTES, "nonce"), demands_proof, 0)
+
+
+def decode_challenge_reply(payload: memoryview) -> tuple[bytes, bool]:
+    """The worker's nonce, and whether it demands a proof."""
+    _exactly(payload, layout.CHALLENGE_REPLY.size, "CHALLENGE reply")
+    nonce, demands_proof, _ = layout.CHALLENGE_REPLY.unpack(payload)
+    if demands_proof > 1:
+        raise ProtocolError(f"CHALLENGE reply demands {demands_proof}, expected 0 or 1")
+    return nonce, bool(demands_proof)
+
+
+def encode_proof(proof: Proof) -> bytes:
+    """The payload of PROVE and of its reply."""
+    return layout.PROVE.pack(
+        _digest(proof.identity),
+        _digest(proof.markov_identity),
+        _whole(proof.proof, layout.PROOF_BYTES, "proof"),
+    )
+
+
+def decode_proof(payload: memoryview) -> Proof:
+    """Whether it is right is not judged here."""
+    _exactly(payload, layout.PROVE.size, "PROVE")
+    identity, markov_identity, proof = layout.PROVE.unpack(payload)
+    return Proof(identity=identity, markov_identity=markov_identity, proof=proof)
 
 
 def encode_message(message: str) -> bytes:
@@ -315,6 +424,17 @@ def _fixed(form: struct.Struct, payload: memoryview, what: str) -> tuple[Any, ..
     return form.unpack_from(payload)
 
 
+def _exactly(payload: memoryview, expected: int, what: str) -> None:
+    if len(payload) != expected:
+        raise ProtocolError(f"{what} in {len(payload)} bytes, which makes {expected}")
+
+
+def _array(array: memoryview, kind: str, length: int) -> memoryview:
+    if array.format != kind or array.nbytes != 4 * length:
+        raise ValueError(f"array of format {array.format!r}, {array.nbytes} bytes; expected {kind!r}, {4 * length}")
+    return array
+
+
 def _texts(payload: memoryview, at: int, lengths: Sequence[int], what: str) -> list[str]:
     """Consecutive UTF-8 texts that end exactly with the payload."""
     if len(payload) != at + sum(lengths):
@@ -334,6 +454,11 @@ def _text(text: str, limit: int) -> bytes:
 
 
 def _digest(digest: bytes) -> bytes:
-    if len(digest) != layout.IDENTITY_BYTES:
-        raise ValueError(f"identity of {len(digest)} bytes, expected {layout.IDENTITY_BYTES}")
-    return digest
+    return _whole(digest, layout.IDENTITY_BYTES, "identity")
+
+
+def _whole(value: bytes, size: int, what: str) -> bytes:
+    # struct would pad or cut it without a word.
+    if len(value) != size:
+        raise ValueError(f"{what} of {len(value)} bytes, expected {size}")
+    return value

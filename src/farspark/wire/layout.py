@@ -9,6 +9,8 @@ from typing import Final
 MAGIC: Final = b"FSPK"
 VERSION: Final = 1
 IDENTITY_BYTES: Final = 32
+NONCE_BYTES: Final = 32
+PROOF_BYTES: Final = 32
 
 
 class Operation(enum.IntEnum):
@@ -20,6 +22,9 @@ class Operation(enum.IntEnum):
     STATS = 4
     FREE = 5
     BYE = 6
+    JUDGE = 7
+    CHALLENGE = 8
+    PROVE = 9
 
 
 class HeaderFlag(enum.IntFlag):
@@ -54,6 +59,9 @@ _FINAL: Final = frozenset(
 class RequestStatus(enum.IntEnum):
     """The fate of one request of a STEP, from best to worst: those with drafts, the other usable one, the failures."""
 
+    has_drafts: bool
+    is_usable: bool  # the worker holds what rank 0 believes it holds
+
     OK = 0
     PARTIAL_WINDOW = 1
     NOT_NEEDED = 2
@@ -64,14 +72,10 @@ class RequestStatus(enum.IntEnum):
     NO_CAPACITY = 7
     INTERNAL = 8
 
-    @property
-    def has_drafts(self) -> bool:
-        return self <= RequestStatus.PARTIAL_WINDOW
-
-    @property
-    def is_usable(self) -> bool:
-        """True where the worker holds what rank 0 believes it holds."""
-        return self <= RequestStatus.NOT_NEEDED
+    def __init__(self, number: int) -> None:
+        # Attributes: asked several times for every request of a round, and a property that compares takes ten times as long.
+        self.has_drafts = number <= 1
+        self.is_usable = number <= 2
 
 
 class HelloFlag(enum.IntFlag):
@@ -115,10 +119,22 @@ ENTRY_REPLY: Final = struct.Struct("<IIIH2x")
 # slot count; then slot, generation each
 FREE: Final = struct.Struct("<I")
 FREE_ENTRY: Final = struct.Struct("<II")
+# step id, chains, N, reserved; then each chain's place among the step's entries, then the chains
+JUDGE: Final = struct.Struct("<QHHI")
+# step id, chains, N, reserved; then best ids, gaps, peaks and confidences
+JUDGE_REPLY: Final = struct.Struct("<QHHI")
+# the engine's nonce
+CHALLENGE: Final = struct.Struct("<32s")
+# the worker's nonce, whether it demands a proof, reserved
+CHALLENGE_REPLY: Final = struct.Struct("<32sHH")
+# identity, Markov identity, proof; both ways
+PROVE: Final = struct.Struct("<32s32s32s")
 
 # A frame larger than this is refused on its header alone. 256 MiB holds 4 full resyncs of 512 rows of 51,200 bytes
 # (the widest published row) with room for every prefill chunk that fits a context.
 MAX_FRAME_BYTES: Final = 256 * 1024 * 1024
+# Until HELLO has opened a session. Everything that comes before it is small, and whoever sends it is not known yet.
+MAX_GREETING_BYTES: Final = 64 * 1024
 # Replies are small but for STATS; an engine never reserves more than this for one.
 MAX_REPLY_BYTES: Final = 4 * 1024 * 1024
 MAX_REQUESTS: Final = 4096

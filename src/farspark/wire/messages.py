@@ -1,13 +1,14 @@
 """What the two sides say to each other, as values. Field meanings are those of `docs/wire.md`.
 
-What is made several times a round (headers, entries) is a named tuple: a frozen dataclass takes four times as long to make.
+What is made in every round is a named tuple: a frozen dataclass takes four times as long to make. Its flags are plain integers,
+made of the enums' members: the operators of enum.IntFlag take a microsecond each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from farspark.wire.layout import (
     VERSION,
@@ -17,11 +18,9 @@ from farspark.wire.layout import (
     HelloFlag,
     Operation,
     RequestStatus,
-    StepFlag,
 )
 
-# Plain integers: the operators of enum.IntFlag take microseconds, and a round asks for every entry.
-_NEED_DRAFT, _NEW_GEN = int(EntryFlag.NEED_DRAFT), int(EntryFlag.NEW_GEN)
+_REPLY, _NEED_DRAFT, _NEW_GEN = int(HeaderFlag.REPLY), int(EntryFlag.NEED_DRAFT), int(EntryFlag.NEW_GEN)
 
 
 class Header(NamedTuple):
@@ -31,13 +30,13 @@ class Header(NamedTuple):
     session: int  # 64 bits, random, made by the engine at HELLO; 0 outside a session
     sequence: int  # echoed by the reply
     payload_bytes: int
-    flags: HeaderFlag = HeaderFlag(0)
+    flags: int = 0  # of HeaderFlag
     status: FrameStatus | int = FrameStatus.OK
     version: int = VERSION
 
     @property
     def is_reply(self) -> bool:
-        return bool(self.flags & HeaderFlag.REPLY)
+        return bool(int(self.flags) & _REPLY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +86,7 @@ class Entry(NamedTuple):
     n_rows: int
     anchor_token: int
     anchor_pos: int
-    flags: EntryFlag
+    flags: int  # of EntryFlag
     k_window: int = 0  # drafts that the target verified in this step; 0 for prefill
     n_out: int = 0  # draft positions wanted; 0 = all N
 
@@ -100,14 +99,13 @@ class Entry(NamedTuple):
         return bool(int(self.flags) & _NEW_GEN)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One round. `rows` are the rows of all entries, packed in entry order."""
 
     step_id: int
     entries: Sequence[Entry]
     rows: memoryview
-    flags: StepFlag = StepFlag(0)
+    flags: int = 0  # of StepFlag
 
 
 class EntryReply(NamedTuple):
@@ -117,8 +115,7 @@ class EntryReply(NamedTuple):
     status: RequestStatus
 
 
-@dataclass(frozen=True, slots=True)
-class StepReply:
+class StepReply(NamedTuple):
     """Drafts of one round; N is `num_drafts`. Arrays are flat, `[entries * N]`, row-major."""
 
     step_id: int
@@ -126,9 +123,32 @@ class StepReply:
     worker_us: int  # the worker's own time for the step
     entries: Sequence[EntryReply]
     tokens: memoryview  # int32
-    confidences: memoryview  # float32
-    margins: memoryview | None = None  # float32, top-1 minus top-2 logit
-    flags: StepFlag = field(default=StepFlag(0))
+    confidences: memoryview[Any]  # float32
+    margins: memoryview[Any] | None = None  # float32, top-1 minus top-2 logit
+    flags: int = 0  # of StepFlag
+
+
+class Judge(NamedTuple):
+    """Drafts of another drafter, for the newest step of the session, to be judged by this one."""
+
+    step_id: int
+    num_drafts: int
+    places: Sequence[int]  # each chain's entry of that step
+    tokens: memoryview  # int32 [chains * N]
+
+
+class Judgement(NamedTuple):
+    """What the drafter thinks of given chains: at each position its logits L with the chain's own tokens in front of it.
+
+    Arrays are flat, `[chains * N]`, row-major.
+    """
+
+    step_id: int
+    num_drafts: int
+    best: memoryview  # int32, the id of the greatest logit
+    gaps: memoryview[Any]  # float32, max L - L[the chain's token]
+    peaks: memoryview[Any]  # float32, max |L|
+    confidences: memoryview[Any]  # float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +157,12 @@ class Freed:
 
     slot: int
     generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """One side's proof that it holds the token, and who it claims to be."""
+
+    identity: bytes  # 32 bytes; zeros: a probe that opens no session
+    markov_identity: bytes  # 32 bytes
+    proof: bytes  # 32 bytes

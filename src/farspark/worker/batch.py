@@ -35,8 +35,7 @@ class DraftEntry(NamedTuple):
         return self.first_pos + self.n_rows
 
 
-@dataclass(frozen=True, slots=True)
-class DraftBatch:
+class DraftBatch(NamedTuple):
     """One step. `rows` holds the rows of all entries in entry order, packed, `row_bytes` each, raw little-endian bf16."""
 
     entries: Sequence[DraftEntry]
@@ -44,8 +43,23 @@ class DraftBatch:
     want_margins: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class DraftResult:
+class Judged(NamedTuple):
+    """Given chains as the drafter sees them: at each position its logits L with the chain's own tokens in front of it.
+
+    `[chains * N]` each; zero past the positions that were drafted.
+    """
+
+    best: memoryview  # int32, the lowest id with the greatest logit
+    gaps: memoryview  # float32, max L - L[the chain's token], 0 or more
+    peaks: memoryview  # float32, max |L|
+    confidences: memoryview  # float32
+
+
+Judging = Callable[[Sequence[int], memoryview], Judged]
+"""`judging(entries, tokens)`: chains int32 `[chains * N]`, each for an entry of the batch that was drafted for."""
+
+
+class DraftResult(NamedTuple):
     """Drafts for every entry of the batch, in entry order; N is `DrafterInfo.num_drafts`.
 
     Entries that did not need a draft, positions at or past `n_out` and entries whose `ok` is False are zero.
@@ -55,6 +69,7 @@ class DraftResult:
     tokens: memoryview  # int32 [entries * N]
     confidences: memoryview  # float32 [entries * N], each in [0, 1]
     margins: memoryview | None  # float32 [entries * N], top-1 minus top-2 logit; None unless wanted
+    judge: Judging | None = None  # keeps the step's logits; only with margins, and only where something was drafted
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +35,7 @@ class WorkerConfig:
     max_connections: int = 64
     name: str = "farspark"  # what the worker calls itself in HELLO and STATS
     drain_s: float = 10.0  # seconds that rounds in hand get at shutdown
+    token: bytes | None = field(default=None, repr=False)  # what --token-file holds; None: whoever connects is served
     allow_unauthenticated_network: bool = False
     ready_file: Path | None = None  # receives the endpoint in use, atomically, once the worker is ready
 
@@ -53,10 +54,11 @@ class WorkerConfig:
             raise ConfigError(f"--dtype {self.dtype!r}: expected {' or '.join(DTYPES)}")
         if not self.name or len(self.name.encode()) > layout.MAX_NAME_BYTES:
             raise ConfigError(f"--name {self.name!r}: expected 1 to {layout.MAX_NAME_BYTES} bytes")
-        if not self.listen.is_loopback and not self.allow_unauthenticated_network:
+        if not self.listen.is_loopback and self.token is None and not self.allow_unauthenticated_network:
             raise ConfigError(
                 f"--listen {self.listen}: not a loopback address, and this worker has no token: whoever reaches the port "
-                f"can use it. Listen on 127.0.0.1, or add --allow-unauthenticated-network if only trusted hosts reach it"
+                "can use it. Give it a token with --token-file (`openssl rand -hex 32 > FILE`, chmod 600), listen on "
+                "127.0.0.1, or add --allow-unauthenticated-network if only trusted hosts reach it"
             )
 
     def rows_per_step(self, row_bytes: int) -> int:
@@ -65,12 +67,11 @@ class WorkerConfig:
 
     def frame_bytes(self, row_bytes: int) -> int:
         """The largest frame that a peer which keeps to the limits can send."""
-        return max(_HEAD_BYTES + self.rows_per_step(row_bytes) * row_bytes, _SMALL_FRAME_BYTES)
+        return max(_HEAD_BYTES + self.rows_per_step(row_bytes) * row_bytes, layout.MAX_GREETING_BYTES)
 
 
 # Everything of the largest STEP in front of its rows.
 _HEAD_BYTES = layout.HEADER.size + layout.STEP.size + layout.MAX_REQUESTS * layout.ENTRY.size
-_SMALL_FRAME_BYTES = 64 * 1024
 
 
 def _in_range(option: str, value: int, low: int, high: int) -> None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from farspark.errors import ConfigError
-from farspark.worker.batch import DraftBatch, DraftEntry, Drafter, DrafterInfo, DraftResult, Progress
+from farspark.worker.batch import DraftBatch, DraftEntry, Drafter, DrafterInfo, DraftResult, Judged, Judging, Progress
 from farspark.worker.checkpoint import LoadedCheckpoint, Qwen3DSparkConfig, load_checkpoint, no_progress
 from farspark.worker.checkpoint.load import FilePath
 from farspark.worker.context import ContextShape, ContextStore
@@ -66,6 +67,14 @@ def fitting(sizes: tuple[int, ...], size: int) -> int:
     return next(one for one in sizes if one >= size)
 
 
+class _Block(NamedTuple):
+    """What a draft was made of; B and steps as rounded up."""
+
+    hidden: Tensor  # [B, steps, hidden size]
+    base: Tensor  # [B, steps, vocabulary], in front of the Markov bias
+    anchor_tokens: Tensor  # int64 [B]
+
+
 class DSparkDrafter:
     """A `Drafter` on a family's `DraftModel`. Used under the drafting lock, by one thread at a time."""
 
@@ -104,7 +113,8 @@ class DSparkDrafter:
             for batch, context, steps in sizes:
                 nobody = torch.zeros((4, batch), dtype=torch.int64, device=self._device)
                 for want_margins in (False, True):
-                    self._forward(nobody, context, steps, want_margins).cpu()
+                    packed, _ = self._forward(nobody, context, steps, want_margins)
+                    packed.cpu()
                 progress("warming up", done := done + 1, total)
 
     def draft(self, batch: DraftBatch) -> DraftResult:
@@ -115,18 +125,55 @@ class DSparkDrafter:
         tokens = np.zeros((len(entries), num_drafts), np.int32)
         confidences = np.zeros((len(entries), num_drafts), np.float32)
         margins = np.zeros((len(entries), num_drafts), np.float32) if batch.want_margins else None
+        judge = None
         with torch.inference_mode():
             self._append(batch)
             wanted = [index for index, entry in enumerate(entries) if entry.need_draft]
             if wanted:
-                answer = self._draft([entries[index] for index in wanted], batch.want_margins)
+                answer, block = self._draft([entries[index] for index in wanted], batch.want_margins)
                 self._fill(entries, wanted, answer, ok, tokens, confidences, margins)
+                if batch.want_margins:
+                    judge = self._judging(block, {index: row for row, index in enumerate(wanted)})
         return DraftResult(
             ok=ok,
             tokens=tokens.reshape(-1).data,
             confidences=confidences.reshape(-1).data,
             margins=None if margins is None else margins.reshape(-1).data,
+            judge=judge,
         )
+
+    def _judging(self, block: _Block, rows: dict[int, int]) -> Judging:
+        """`rows`: the row of `block` of each entry that was drafted for."""
+        num_drafts = self._info.num_drafts
+
+        def judge(entries: Sequence[int], tokens: memoryview) -> Judged:
+            chains = torch.frombuffer(bytearray(tokens), dtype=torch.int32).view(-1, num_drafts)
+            with torch.inference_mode():
+                return self._judge(block, [rows[entry] for entry in entries], chains)
+
+        return judge
+
+    def _judge(self, block: _Block, rows: Sequence[int], chains: Tensor) -> Judged:
+        """Teacher-force int32 `chains` [C, N] through the rows of `block`."""
+        model = self._model
+        where = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        chains = chains.to(self._device, torch.int64)
+        hidden, base = block.hidden[where], block.base[where]
+        count, steps = len(rows), base.shape[1]
+        previous = torch.cat((block.anchor_tokens[where].unsqueeze(1), chains[:, : steps - 1]), dim=1)
+        embedded = None if model.markov is None else model.markov.embed(previous)
+        found = torch.zeros((3, count, self._info.num_drafts), dtype=torch.float32, device=self._device)
+        best = torch.zeros((count, self._info.num_drafts), dtype=torch.int32, device=self._device)
+        for step in range(steps):
+            logits = base[:, step]
+            if model.markov is not None and embedded is not None:
+                logits = model.arithmetic.round(logits + model.markov.bias(embedded[:, step]))
+            best[:, step], top = greedy(logits)
+            found[0, :, step] = top - logits.gather(-1, chains[:, step : step + 1]).squeeze(-1).float()
+            found[1, :, step] = logits.abs().amax(dim=-1).float()
+        found[2, :, :steps] = 1.0 if model.confidence is None else model.confidence(hidden, embedded)
+        gaps, peaks, confidences = (one.reshape(-1).data for one in found.cpu().numpy())
+        return Judged(best.cpu().numpy().reshape(-1).data, gaps, peaks, confidences)
 
     def _check(self, batch: DraftBatch) -> None:
         """Raise ValueError for what a session should have refused: on a GPU an index out of range ends the process."""
@@ -190,8 +237,8 @@ class DSparkDrafter:
         taps = torch.from_numpy(staged).to(self._device).view(torch.bfloat16).to(self._model.arithmetic.carrier)
         self._store.write(where[1], self._model.project_context(taps, where[0]))
 
-    def _draft(self, entries: Sequence[DraftEntry], want_margins: bool) -> npt.NDArray[np.int32]:
-        """The packed answer of `_forward`, on the host, for `entries` only."""
+    def _draft(self, entries: Sequence[DraftEntry], want_margins: bool) -> tuple[npt.NDArray[np.int32], _Block]:
+        """The packed answer of `_forward`, on the host, for `entries` only, and what it was made of."""
         size = fitting(self._shapes.batches, len(entries))
         numbers = np.zeros((4, size), np.int64)
         visible = 0
@@ -201,11 +248,11 @@ class DSparkDrafter:
             numbers[:, index] = entry.slot, entry.anchor_pos, lowest, entry.anchor_token
         steps = fitting(self._shapes.steps, max(min(entry.n_out, self._info.num_drafts) for entry in entries))
         context = fitting(self._shapes.contexts, visible)
-        packed = self._forward(torch.from_numpy(numbers).to(self._device), context, steps, want_margins)
+        packed, block = self._forward(torch.from_numpy(numbers).to(self._device), context, steps, want_margins)
         answer: npt.NDArray[np.int32] = packed.cpu().numpy()
-        return answer[: len(entries)]
+        return answer[: len(entries)], block
 
-    def _forward(self, requests: Tensor, visible: int, steps: int, want_margins: bool) -> Tensor:
+    def _forward(self, requests: Tensor, visible: int, steps: int, want_margins: bool) -> tuple[Tensor, _Block]:
         """The part of a step whose shapes are fixed by its arguments and that nothing on the host waits for.
 
         `requests` int64 [4, B]: slot, anchor position, lowest visible position, anchor token. The answer is int32
@@ -244,7 +291,7 @@ class DSparkDrafter:
         planes = [torch.stack(ids, dim=1).int(), finite.int(), confidence.contiguous().view(torch.int32)]
         if want_margins:
             planes.append(torch.stack(gaps, dim=1).view(torch.int32))
-        return torch.stack(planes, dim=1)
+        return torch.stack(planes, dim=1), _Block(hidden, base, anchor_tokens)
 
     def _fill(
         self,

@@ -7,26 +7,29 @@ its own for the drafter would cost every round two changes of thread, some 20 us
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 from farspark.clock import Clock, Deadline
-from farspark.errors import ProtocolError, TransportError
+from farspark.errors import ProtocolError, Refused, TransportError
 from farspark.stats import Stats
 from farspark.transport import listen
 from farspark.transport.base import Channel, Listener
 from farspark.wire import codec, layout
+from farspark.wire.auth import WorkerSide
 from farspark.wire.layout import FrameStatus, HeaderFlag, HelloFlag, Operation, StepFlag
-from farspark.wire.messages import Header, Hello, Step, StepReply, Welcome
+from farspark.wire.messages import Header, Hello, Judge, Step, StepReply, Welcome
 from farspark.worker.batch import Drafter
 from farspark.worker.config import WorkerConfig
-from farspark.worker.session import Session, SlotPool
+from farspark.worker.session import Plan, Session, SlotPool
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,9 @@ MAX_PING_BYTES: Final = 4096
 # How often `serve` and idle connections look whether they should stop: only a fallback, `stop` wakes them.
 _ACCEPT_WAIT_S = 3600.0
 
-_SAMPLED = int(StepFlag.SAMPLED)
+_NEVER = Deadline.never()
+_STEP_HEADERS = layout.HEADER.size + layout.STEP.size
+_REPLY, _SAMPLED = int(HeaderFlag.REPLY), int(StepFlag.SAMPLED)
 _NO_CHECK = bytes(layout.IDENTITY_BYTES)
 
 
@@ -47,6 +52,8 @@ class _Connection:
 
     channel: Channel
     number: int
+    proof: WorkerSide
+    is_served: bool = True  # False: it is told BUSY and closed
     thread: threading.Thread | None = None
     is_busy: bool = False  # a frame is in hand; guarded by Server._lock
     session_id: int = 0  # 0: no session
@@ -55,14 +62,29 @@ class _Connection:
     instance: int = 0  # the engine process that said HELLO here
 
 
-@dataclass(slots=True)
-class _Reply:
+class _Begun(NamedTuple):
+    """A STEP that is judged, while its rows may still be on their way."""
+
+    header: Header
+    plan: Plan
+    judging_ns: int
+
+
+class _Reply(NamedTuple):
     status: FrameStatus
     payload: bytes
 
 
 class Server:
     """Serves one drafter on one listener, from construction (the port is then taken) to `stop`."""
+
+    # With a token, strangers get this many connections at a time, and each has this long to prove that it is none. One
+    # that was answered with AUTH keeps its place for a second: so many attempts a second are all that there can be.
+    MAX_UNPROVEN: ClassVar[int] = 8
+    PROVE_WITHIN_S: ClassVar[float] = 5.0
+    REFUSED_KEEPS_PLACE_S: ClassVar[float] = 1.0
+    # Of those that are told BUSY; what comes beyond is closed without a word, or a flood would be a flood of threads.
+    MAX_TURNED_AWAY: ClassVar[int] = 16
 
     def __init__(
         self,
@@ -81,11 +103,14 @@ class Server:
         self._stats = Stats()
         self._failures_seen: set[str] = set()  # kinds of drafter failures that are in the log already
         self._drafting = threading.Lock()
-        self._lock = threading.Lock()  # guards the three below and _Connection.is_busy
+        self._lock = threading.Lock()  # guards the four below and _Connection.is_busy
         self._connections: set[_Connection] = set()
         self._is_stopping = False
         self._accepted = 0
-        self._listener: Listener = listen(config.listen, max_frame_bytes=config.frame_bytes(self._info.row_bytes))
+        self._auth_failures = 0
+        self._ending = threading.Event()  # set with _is_stopping, for those who wait for nothing else
+        self._frame_bytes = config.frame_bytes(self._info.row_bytes)  # once there is a session
+        self._listener: Listener = listen(config.listen, max_frame_bytes=layout.MAX_GREETING_BYTES)
 
     def __repr__(self) -> str:
         return f"<Server {self.endpoint} {len(self._connections)} connections, {self._pool.in_use} slots in use>"
@@ -125,6 +150,7 @@ class Server:
 
     def stop(self) -> None:
         """Finish the rounds in hand, close every connection, end the threads. Idempotent; from any thread but ours."""
+        self._ending.set()
         with self._lock:
             self._is_stopping = True
             idle = [connection for connection in self._connections if not connection.is_busy]
@@ -151,7 +177,7 @@ class Server:
         info["identity"], info["markov_identity"] = self._info.identity.hex(), self._info.markov_identity.hex()
         with self._lock:
             connections = sorted(self._connections, key=lambda connection: connection.number)
-            accepted = self._accepted
+            accepted, auth_failures = self._accepted, self._auth_failures
         stats = self._stats.snapshot()
         counters = stats["counters"]
         verified = counters.get("drafts_verified", 0)
@@ -171,7 +197,13 @@ class Server:
             "drafter": info,
             "max_rows": self._max_rows,
             "slots": {"total": self._pool.slots, "in_use": self._pool.in_use},
-            "connections": {"open": len(connections), "accepted": accepted, "limit": self._config.max_connections},
+            "connections": {
+                "open": len(connections),
+                "unproven": sum(one.is_served and not one.proof.is_satisfied for one in connections),
+                "accepted": accepted,
+                "limit": self._config.max_connections,
+                "auth_failures": auth_failures,
+            },
             "sessions": sessions,
             "acceptance": round(counters.get("drafts_accepted", 0) / verified, 4) if verified else None,
             **stats,
@@ -180,59 +212,96 @@ class Server:
     # One thread per connection from here on.
 
     def _admit(self, channel: Channel) -> None:
-        connection = _Connection(channel, self._accepted)
+        proof = WorkerSide(self._config.token, identity=self._info.identity, markov_identity=self._info.markov_identity)
+        connection = _Connection(channel, self._accepted, proof)
         with self._lock:
             if self._is_stopping:
                 channel.close()
                 return
             self._accepted += 1
-            is_full = len(self._connections) >= self._config.max_connections
+            why = self._no_place()
+            if why is None:
+                work = functools.partial(self._serve_one, connection)
+            elif sum(not one.is_served for one in self._connections) < self.MAX_TURNED_AWAY:
+                connection.is_served = False
+                work = functools.partial(self._turn_away, connection, why)
+            else:
+                channel.close()
+                return
             connection.thread = threading.Thread(
-                target=self._turn_away if is_full else self._serve_one,
-                args=(connection,),
-                name=f"farspark-connection-{connection.number}",
-                daemon=True,
+                target=work, name=f"farspark-connection-{connection.number}", daemon=True
             )
             # Both under the lock, so that `stop` finds threads that can be joined.
             self._connections.add(connection)
             connection.thread.start()
+
+    def _no_place(self) -> str | None:
+        """Why one more connection is not served; None if it is. Requires the lock."""
+        served = [one for one in self._connections if one.is_served]
+        if sum(not one.proof.is_satisfied for one in served) >= self.MAX_UNPROVEN:
+            return "too many connections wait to be proven; try again"
+        if len(served) < self._config.max_connections:
+            return None
+        if self._config.token is not None:
+            return "too many connections are open; try again"  # a stranger learns no more
+        return f"{self._config.max_connections} connections are open, the limit (--max-connections)"
 
     def _serve_one(self, connection: _Connection) -> None:
         channel = connection.channel
         logger.info("%s: connected", channel.lane)
         why = "closed"
         try:
-            while True:
-                frame = channel.recv(Deadline.never())
-                with self._lock:
-                    if self._is_stopping:
-                        break
-                    connection.is_busy = True
-                self._answer(connection, frame)
-                # The transport may use the memory again.
-                del frame
-                with self._lock:
-                    connection.is_busy = False
-                    if self._is_stopping:
-                        break
+            self._await_proof(connection)
+            self._answer_all(connection)
         except (TransportError, ProtocolError, TimeoutError) as error:
             why = str(error)
+        except Refused as refused:
+            why = f"not proven: {refused}"
+            channel.close()
+            self._ending.wait(self.REFUSED_KEEPS_PLACE_S)
         finally:
             channel.close()
-            with self._drafting:
-                self._drop_session(connection)
+            if connection.session is not None:
+                with self._drafting:
+                    self._drop_session(connection)
             with self._lock:
                 self._connections.discard(connection)
         logger.info("%s: gone: %s", channel.lane, why)
 
-    def _turn_away(self, connection: _Connection) -> None:
+    def _await_proof(self, connection: _Connection) -> None:
+        """Return once the peer may ask for something; at once without a token. Raises TimeoutError if it takes too long."""
+        deadline = Deadline.after(self.PROVE_WITHIN_S)
+        while not connection.proof.is_satisfied:
+            # Not only the wait: a peer that asks for challenge after challenge has no longer.
+            deadline.check("waiting for the peer's proof")
+            self._answer(connection, connection.channel.recv(deadline), None)
+
+    def _answer_all(self, connection: _Connection) -> None:
+        """Until the connection ends, or the server."""
+        channel = connection.channel
+        while True:
+            frame, arrived = channel.recv_head(_STEP_HEADERS, _NEVER)
+            begun = self._begin_step(connection, frame, arrived) if arrived < len(frame) else None
+            channel.recv(_NEVER)
+            with self._lock:
+                if self._is_stopping:
+                    return
+                connection.is_busy = True
+            self._answer(connection, frame, begun)
+            # The transport may use the memory again.
+            del frame, begun
+            with self._lock:
+                connection.is_busy = False
+                if self._is_stopping:
+                    return
+
+    def _turn_away(self, connection: _Connection, why: str) -> None:
         """Answer one frame with BUSY: the peer should know why it is closed."""
         channel = connection.channel
-        logger.warning("%s: turned away, %d connections are the limit", channel.lane, self._config.max_connections)
+        logger.warning("%s: turned away: %s", channel.lane, why)
         try:
             header, _ = codec.decode_frame(channel.recv(Deadline.after(SEND_TIMEOUT_S)))
-            message = f"{self._config.max_connections} connections are open, the limit (--max-connections)"
-            self._send(channel, header, _Reply(FrameStatus.BUSY, codec.encode_message(message)))
+            self._send(channel, header, _refusal(FrameStatus.BUSY, why))
         except (TransportError, ProtocolError, TimeoutError):
             pass
         finally:
@@ -240,17 +309,54 @@ class Server:
             with self._lock:
                 self._connections.discard(connection)
 
-    def _answer(self, connection: _Connection, frame: memoryview) -> None:
+    def _begin_step(self, connection: _Connection, frame: memoryview, arrived: int) -> _Begun | None:
+        """Judge a STEP while its rows are on their way; None where the whole frame must be there, to be answered then.
+
+        Should the rest never come, then the connection is gone, and the session with it.
+        """
         try:
             header, payload = codec.decode_frame(frame)
+            if (
+                header.operation != Operation.STEP
+                or header.is_reply
+                or header.version != layout.VERSION
+                or header.session != connection.session_id
+            ):
+                return None
+            head_bytes = layout.HEADER.size + codec.step_head_bytes(payload)
+            if arrived < head_bytes:
+                connection.channel.recv_head(head_bytes, _NEVER)
+            step = self._decode_step(payload)
+        except ProtocolError:
+            return None
+        # Another engine's draft may take long, and meanwhile the rest can be received.
+        if not self._drafting.acquire(blocking=False):
+            return None
+        try:
+            return None if connection.session is None else _begin(connection.session, header, step)
+        except Exception:
+            # A bug of ours, as in `_answer`, which will say that there is no session any more.
+            logger.exception("%s: a STEP could not be judged", connection.channel.lane)
+            self._drop_session(connection)
+            return None
+        finally:
+            self._drafting.release()
+
+    def _answer(self, connection: _Connection, frame: memoryview, begun: _Begun | None) -> None:
+        try:
+            header, payload = (begun.header, frame) if begun else codec.decode_frame(frame)
         except ProtocolError as error:
             # Not a frame of ours at all: said, so that nobody has to guess, and closed.
             self._send(connection.channel, Header(0, 0, 0, 0), _bad_frame(str(error)))
             raise
         try:
-            reply = self._reply(connection, header, payload)
+            reply = self._finish_step(connection, begun) if begun else self._reply(connection, header, payload)
         except ProtocolError as error:
             reply = _bad_frame(str(error))
+        except Refused as refused:
+            # Not proven: said, and closed.
+            self._send(connection.channel, header, _refusal(FrameStatus.AUTH, str(refused)))
+            raise
         except Exception as error:
             # A bug of ours. The peer is told, its session is void, and the worker lives for the others.
             logger.exception("%s: operation %s failed", connection.channel.lane, header.operation)
@@ -260,17 +366,13 @@ class Server:
         self._send(connection.channel, header, reply)
 
     def _send(self, channel: Channel, request: Header, reply: _Reply) -> None:
-        header = Header(
-            operation=request.operation,
-            session=request.session,
-            sequence=request.sequence,
-            payload_bytes=len(reply.payload),
-            flags=HeaderFlag.REPLY,
-            status=reply.status,
-        )
+        header = Header(request.operation, request.session, request.sequence, len(reply.payload), _REPLY, reply.status)
         channel.send([codec.encode_frame(header, reply.payload)], Deadline.after(SEND_TIMEOUT_S))
 
     def _reply(self, connection: _Connection, header: Header, payload: memoryview) -> _Reply:
+        """Raises Refused where the peer is not proven: it is told so, and closed."""
+        if not connection.proof.is_satisfied and header.operation not in (Operation.CHALLENGE, Operation.PROVE):
+            raise Refused(FrameStatus.AUTH, "this worker demands a proof of the token before anything else")
         if header.version != layout.VERSION:
             return _refusal(
                 FrameStatus.VERSION,
@@ -292,26 +394,55 @@ class Server:
             case Operation.FREE:
                 freed = codec.decode_free(payload)
                 return self._session_work(connection, header, lambda: self._free(connection, freed))
+            case Operation.JUDGE:
+                judge = codec.decode_judge(payload)
+                return self._session_work(connection, header, lambda: self._judge_chains(connection, judge))
             case Operation.BYE:
                 return self._session_work(connection, header, lambda: self._bye(connection))
+            case Operation.CHALLENGE:
+                nonce = secrets.token_bytes(layout.NONCE_BYTES)
+                return _Reply(FrameStatus.OK, connection.proof.challenge(payload, nonce))
+            case Operation.PROVE:
+                return self._prove(connection, payload)
             case unknown:
                 raise ProtocolError(f"operation {unknown}, which is not one of ours")
+
+    def _prove(self, connection: _Connection, payload: memoryview) -> _Reply:
+        try:
+            return _Reply(FrameStatus.OK, connection.proof.prove(payload))
+        except Refused as refused:
+            with self._lock:
+                self._auth_failures += 1
+            logger.warning("%s: authentication failed: %s", connection.channel.lane, refused)
+            raise
 
     def _step(self, connection: _Connection, header: Header, payload: memoryview) -> _Reply:
         if header.session != connection.session_id:
             return _no_session(header)
+        step = self._decode_step(payload)
+        with self._drafting:
+            session = connection.session
+            if session is None:
+                return _no_session(header)
+            reply = self._draft(session, _begin(session, header, step))
+        return _Reply(FrameStatus.OK, codec.encode_step_reply(reply))
+
+    def _finish_step(self, connection: _Connection, begun: _Begun) -> _Reply:
+        with self._drafting:
+            session = connection.session
+            if session is None:
+                return _no_session(begun.header)
+            reply = self._draft(session, begun)
+        return _Reply(FrameStatus.OK, codec.encode_step_reply(reply))
+
+    def _decode_step(self, payload: memoryview) -> Step:
         step = codec.decode_step(payload, self._info.row_bytes)
         n_rows = len(step.rows) // self._info.row_bytes
         if n_rows > self._max_rows:
             raise ProtocolError(f"STEP of {n_rows} rows, at most {self._max_rows} (the worker's --max-rows)")
         if int(step.flags) & _SAMPLED:
             raise ProtocolError("STEP with sampled drafts, which this worker did not grant")
-        with self._drafting:
-            session = connection.session
-            if session is None:
-                return _no_session(header)
-            reply = self._draft(session, step, n_rows)
-        return _Reply(FrameStatus.OK, codec.encode_step_reply(reply))
+        return step
 
     def _session_work(self, connection: _Connection, header: Header, work: Callable[[], _Reply]) -> _Reply:
         with self._drafting:
@@ -320,6 +451,8 @@ class Server:
             return work()
 
     def _hello(self, connection: _Connection, header: Header, hello: Hello) -> _Reply:
+        if not connection.proof.is_proven(hello.identity, hello.markov_identity):
+            return _refusal(FrameStatus.AUTH, "HELLO has other identities than were proven; prove these first")
         status, message = self._judge(header, hello)
         if status is FrameStatus.OK:
             with self._drafting:
@@ -397,6 +530,7 @@ class Server:
     def _begin_session(self, connection: _Connection, session_id: int, hello: Hello) -> None:
         self._drop_session(connection)
         self._supersede(connection, hello.instance)
+        connection.channel.max_frame_bytes = self._frame_bytes
         connection.session = Session(
             self._info,
             self._pool,
@@ -430,18 +564,20 @@ class Server:
         if session is not None:
             session.close()
 
-    def _draft(self, session: Session, step: Step, n_rows: int) -> StepReply:
+    def _draft(self, session: Session, begun: _Begun) -> StepReply:
+        """Draft for a step that is judged and whose rows are all there."""
         started = time.perf_counter_ns()
-        plan = session.plan(step)
+        plan = begun.plan
+        batch = session.batch(plan)
         result = None
-        if plan.batch is not None:
+        if batch is not None:
             try:
-                result = self._drafter.draft(plan.batch)
+                result = self._drafter.draft(batch)
             except Exception as error:
                 self._note_failure(error)
-        worker_us = (time.perf_counter_ns() - started) // 1000
+        worker_us = (begun.judging_ns + time.perf_counter_ns() - started) // 1000
         self._stats.add("steps")
-        self._stats.add("rows", n_rows)
+        self._stats.add("rows", len(plan.step.rows) // self._info.row_bytes)
         self._stats.record_us("step_us", worker_us)
         return session.complete(plan, result, worker_us)
 
@@ -458,9 +594,27 @@ class Server:
         connection.session.free(freed)
         return _Reply(FrameStatus.OK, b"")
 
+    def _judge_chains(self, connection: _Connection, judge: Judge) -> _Reply:
+        assert connection.session is not None
+        try:
+            judgement = connection.session.judge(judge)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            self._note_failure(error)
+            return _refusal(FrameStatus.INTERNAL, f"the drafter failed: {type(error).__name__}: {error}")
+        self._stats.add("chains_judged", len(judge.places))
+        return _Reply(FrameStatus.OK, codec.encode_judgement(judgement))
+
     def _bye(self, connection: _Connection) -> _Reply:
         self._drop_session(connection)
         return _Reply(FrameStatus.OK, b"")
+
+
+def _begin(session: Session, header: Header, step: Step) -> _Begun:
+    started = time.perf_counter_ns()
+    plan = session.plan(step)
+    return _Begun(header, plan, time.perf_counter_ns() - started)
 
 
 def _refusal(status: FrameStatus, message: str) -> _Reply:

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple, cast
 
+from farspark.errors import ProtocolError
 from farspark.stats import Stats
 from farspark.wire.layout import EntryFlag, RequestStatus, StepFlag
-from farspark.wire.messages import Entry, EntryReply, Freed, Step, StepReply
-from farspark.worker.batch import DraftBatch, DraftEntry, DrafterInfo, DraftResult
+from farspark.wire.messages import Entry, EntryReply, Freed, Judge, Judgement, Step, StepReply
+from farspark.worker.batch import DraftBatch, DraftEntry, DrafterInfo, DraftResult, Judging
 
 # Plain integers: the operators of enum.IntFlag take microseconds.
 _NEED_DRAFT, _NEW_GEN = int(EntryFlag.NEED_DRAFT), int(EntryFlag.NEW_GEN)
-_MARGINS, _NO_FLAGS = int(StepFlag.MARGINS), StepFlag(0)
+_MARGINS = int(StepFlag.MARGINS)
+# An enum's member is looked up ten times as slowly as a name of the module.
+_OK, _PARTIAL_WINDOW = RequestStatus.OK, RequestStatus.PARTIAL_WINDOW
+_NOT_NEEDED, _BAD_ENTRY = RequestStatus.NOT_NEEDED, RequestStatus.BAD_ENTRY
 _COUNTERS = {status: f"entries_{status.name.lower()}" for status in RequestStatus}
 
 
@@ -55,41 +60,22 @@ class _Held:
 
 
 class Plan(NamedTuple):
-    """A judged STEP. `batch` is what the drafter must do; None where there is nothing to do."""
+    """A judged STEP."""
 
     step: Step
-    batch: DraftBatch | None
-    statuses: list[RequestStatus]  # [entries]; those in the batch: what they become if the drafter succeeds
-    held: list[_Held | None]  # [entries]
-    batched: Sequence[int]  # the entry of each entry of the batch
+    replies: list[EntryReply]  # [entries]; those of the drafts: what they become if the drafter succeeds
+    drafts: list[DraftEntry]  # what the drafter must do; empty where there is nothing to do
+    held: list[_Held]  # of each of the drafts
+    places: list[int]  # the entry of each of the drafts
+    takes_all_rows: bool  # the rows of the drafts are all rows of the step
 
 
-class _RowPicker:
-    """Walks over packed rows and picks some: as a view where they are neighbours, joined where they are not."""
+class _Judgeable(NamedTuple):
+    """The newest step, if its drafter can still judge other drafts for it."""
 
-    def __init__(self, rows: memoryview, row_bytes: int) -> None:
-        self._rows = rows
-        self._row_bytes = row_bytes
-        self._pieces: list[memoryview] = []
-        self._from = 0  # the piece in the making, in bytes
-        self._to = 0
-
-    def skip(self, n_rows: int) -> None:
-        if not n_rows:
-            return
-        if self._to > self._from:
-            self._pieces.append(self._rows[self._from : self._to])
-        self._from = self._to = self._to + n_rows * self._row_bytes
-
-    def pick(self, n_rows: int, newest: int) -> None:
-        """Of the next `n_rows`, the `newest` last."""
-        if n_rows != newest:
-            self.skip(n_rows - newest)
-        self._to += newest * self._row_bytes
-
-    def picked(self) -> memoryview:
-        last = self._rows[self._from : self._to]
-        return memoryview(b"".join([*self._pieces, last])) if self._pieces else last
+    step_id: int
+    drafted: dict[int, int]  # entry of the step -> entry of the batch, of those with drafts
+    judging: Judging
 
 
 class Session:
@@ -102,6 +88,7 @@ class Session:
         self._context = context
         self._stats = stats
         self._held: dict[int, _Held] = {}
+        self._judgeable: _Judgeable | None = None
 
     def __repr__(self) -> str:
         return f"<Session slots {len(self._held)} of {self._slots}, context {self._context}>"
@@ -111,57 +98,66 @@ class Session:
         return len(self._held)
 
     def plan(self, step: Step) -> Plan:
-        """Judge every entry on its own and build the drafter's batch from those that pass.
+        """Judge every entry on its own. The rows are not looked at: they may still be on their way.
 
         The windows are moved on as if the drafter will succeed; `complete` voids them where it did not.
         """
-        statuses: list[RequestStatus] = []
-        held_of: list[_Held | None] = []
-        batched: list[int] = []
+        replies: list[EntryReply] = []
         drafts: list[DraftEntry] = []
-        rows = _RowPicker(step.rows, self._info.row_bytes)
+        held_of: list[_Held] = []
+        places: list[int] = []
+        n_rows = verified = accepted = 0
         seen: set[int] = set()
-        for index, entry in enumerate(step.entries):
+        for entry in step.entries:
             slot = entry.slot
             if slot in seen or slot >= self._slots:
-                status, held, draft = RequestStatus.BAD_ENTRY, None, None
-            else:
-                seen.add(slot)
-                status, held, draft = self._judge(entry, self._held.get(slot))
-            statuses.append(status)
-            held_of.append(held)
-            if draft is None:
-                rows.skip(entry.n_rows)
-            else:
-                batched.append(index)
+                replies.append(EntryReply(slot, entry.generation, 0, _BAD_ENTRY))
+                continue
+            seen.add(slot)
+            status, held, draft = self._judge(entry, self._held.get(slot))
+            if draft is not None:
+                assert held is not None
+                places.append(len(replies))
                 drafts.append(draft)
-                rows.pick(entry.n_rows, draft.n_rows)
-        batch = DraftBatch(drafts, rows.picked(), bool(int(step.flags) & _MARGINS)) if drafts else None
-        return Plan(step, batch, statuses, held_of, batched)
+                held_of.append(held)
+                n_rows += draft.n_rows
+                if entry.k_window and not entry.is_new:
+                    # The rows of a verified step are the anchor's and one for each accepted draft.
+                    verified += entry.k_window
+                    accepted += max(0, min(entry.n_rows - 1, entry.k_window))
+            window_rows = 0 if held is None or held.is_void else held.end - held.start
+            replies.append(EntryReply(slot, entry.generation, window_rows, status))
+        if verified:
+            self._stats.add("drafts_verified", verified)
+            self._stats.add("drafts_accepted", accepted)
+        return Plan(step, replies, drafts, held_of, places, n_rows * self._info.row_bytes == len(step.rows))
+
+    def batch(self, plan: Plan) -> DraftBatch | None:
+        """What the drafter must do, with its rows, which must all be there; None where there is nothing to do."""
+        if not plan.drafts:
+            return None
+        rows = plan.step.rows if plan.takes_all_rows else self._pick(plan)
+        return DraftBatch(plan.drafts, rows, bool(int(plan.step.flags) & _MARGINS))
 
     def complete(self, plan: Plan, result: DraftResult | None, worker_us: int) -> StepReply:
         """The reply to a planned STEP. `result` is None where the drafter failed: every entry of the batch is INTERNAL."""
-        step, statuses = plan.step, plan.statuses
+        step, replies, drafts, held_of, places, _ = plan
         if result is None or not all(result.ok):
-            for index, entry_index in enumerate(plan.batched):
+            for index, (place, held) in enumerate(zip(places, held_of, strict=True)):
                 if result is None or not result.ok[index]:
-                    statuses[entry_index] = RequestStatus.INTERNAL
-                    held = plan.held[entry_index]
-                    assert held is not None
                     held.is_void = True
-        replies = [
-            EntryReply(
-                entry.slot,
-                entry.generation,
-                0 if held is None or held.is_void else held.end - held.start,
-                status,
-            )
-            for entry, held, status in zip(step.entries, plan.held, statuses, strict=True)
-        ]
+                    replies[place] = replies[place]._replace(window_rows=0, status=RequestStatus.INTERNAL)
+        self._judgeable = None
+        if result is not None and result.judge is not None:
+            drafted = {
+                place: index for index, place in enumerate(places) if drafts[index].need_draft and result.ok[index]
+            }
+            self._judgeable = _Judgeable(step.step_id, drafted, result.judge)
+        statuses = [reply.status for reply in replies]
         for status in set(statuses):
             self._stats.add(_COUNTERS[status], statuses.count(status))
         margins: memoryview | None = None
-        if result is not None and len(plan.batched) == len(step.entries):
+        if result is not None and len(drafts) == len(replies):
             tokens, confidences, margins = result.tokens, result.confidences, result.margins
         else:
             tokens = self._spread(plan, result.tokens if result else None, "i")
@@ -176,8 +172,29 @@ class Session:
             tokens,
             confidences,
             margins,
-            _NO_FLAGS if margins is None else StepFlag.MARGINS,
+            0 if margins is None else _MARGINS,
         )
+
+    def judge(self, judge: Judge) -> Judgement:
+        """Raises ProtocolError where there is nothing to judge by, or the chains are not ones of this drafter's size."""
+        kept, num_drafts = self._judgeable, self._info.num_drafts
+        if kept is None or judge.step_id != kept.step_id:
+            newest = "there is none" if kept is None else f"that is {kept.step_id}"
+            raise ProtocolError(
+                f"JUDGE of step {judge.step_id}; only the newest step with margins can be judged, and {newest}"
+            )
+        if judge.num_drafts != num_drafts:
+            raise ProtocolError(f"JUDGE of chains of {judge.num_drafts} drafts; this worker drafts {num_drafts}")
+        # Each once, so that the drafter's work is bounded by the step's.
+        if len(set(judge.places)) != len(judge.places):
+            raise ProtocolError("JUDGE of an entry twice")
+        for place in judge.places:
+            if place not in kept.drafted:
+                raise ProtocolError(f"JUDGE of entry {place}, which has no drafts in step {judge.step_id}")
+        if not all(0 <= token < self._info.vocab_size for token in judge.tokens):
+            raise ProtocolError(f"JUDGE of a token outside 0 .. {self._info.vocab_size - 1}")
+        judged = kept.judging([kept.drafted[place] for place in judge.places], judge.tokens)
+        return Judgement(judge.step_id, num_drafts, *judged)
 
     def free(self, freed: Sequence[Freed]) -> None:
         """Forget these slots, but for those that have meanwhile got a newer generation, and those never heard of."""
@@ -189,12 +206,13 @@ class Session:
 
     def close(self) -> None:
         """Give every slot back. Idempotent."""
+        self._judgeable = None
         for held in self._held.values():
             self._pool.give_back(held.drafter_slot)
         self._held.clear()
 
     def _judge(self, entry: Entry, held: _Held | None) -> tuple[RequestStatus, _Held | None, DraftEntry | None]:
-        slot, generation, first_pos, n_rows, anchor_token, anchor_pos, _, k_window, n_out = entry
+        slot, generation, first_pos, n_rows, anchor_token, anchor_pos, _, _, n_out = entry
         flags = int(entry.flags)
         reset = bool(flags & _NEW_GEN)
         needs_draft = bool(flags & _NEED_DRAFT)
@@ -209,12 +227,12 @@ class Session:
             held.generation = generation
             held.is_void = True
         if anchor_pos != first_pos + n_rows or anchor_pos > self._info.max_position:
-            return RequestStatus.BAD_ENTRY, held, None
+            return _BAD_ENTRY, held, None
         # An anchor that nobody drafts from may be any placeholder.
         if needs_draft and not (
             n_rows and 0 <= anchor_token < self._info.vocab_size and n_out <= self._info.num_drafts
         ):
-            return RequestStatus.BAD_ENTRY, held, None
+            return _BAD_ENTRY, held, None
         if reset:
             assert held is not None
             held.start = first_pos
@@ -222,10 +240,6 @@ class Session:
             return RequestStatus.NO_WINDOW, held, None
         elif first_pos != held.end:
             return RequestStatus.GAP, held, None
-        elif k_window:
-            # The rows of a verified step are the anchor's and one for each accepted draft.
-            self._stats.add("drafts_verified", k_window)
-            self._stats.add("drafts_accepted", max(0, min(n_rows - 1, k_window)))
         held.is_void = False
         held.end = anchor_pos
         window_from = max(held.start, anchor_pos - self._context)
@@ -245,17 +259,31 @@ class Session:
             n_out or self._info.num_drafts,
         )
         if not needs_draft:
-            return RequestStatus.NOT_NEEDED, held, draft
+            return _NOT_NEEDED, held, draft
         if window_from and anchor_pos - window_from < self._context:
-            return RequestStatus.PARTIAL_WINDOW, held, draft
-        return RequestStatus.OK, held, draft
+            return _PARTIAL_WINDOW, held, draft
+        return _OK, held, draft
+
+    def _pick(self, plan: Plan) -> memoryview:
+        """The rows of the drafts, the newest of each entry's: a view where they are neighbours, else joined."""
+        step, _, drafts, _, places, _ = plan
+        row_bytes = self._info.row_bytes
+        ends = [row_bytes * n_rows for n_rows in accumulate([entry.n_rows for entry in step.entries])]
+        pieces: list[tuple[int, int]] = []  # from, to
+        for place, draft in zip(places, drafts, strict=True):
+            start, end = ends[place] - row_bytes * draft.n_rows, ends[place]
+            if pieces and pieces[-1][1] == start:
+                start, _ = pieces.pop()
+            pieces.append((start, end))
+        views = [step.rows[start:end] for start, end in pieces]
+        return views[0] if len(views) == 1 else memoryview(b"".join(views))
 
     def _spread(self, plan: Plan, array: memoryview | None, kind: Literal["i", "f"]) -> memoryview:
         """The batch's array with zeros in place of the entries that are not in it."""
         width = 4 * self._info.num_drafts
-        spread = bytearray(width * len(plan.step.entries))
+        spread = bytearray(width * len(plan.replies))
         if array is not None:
             source = array.cast("B")
-            for index, entry_index in enumerate(plan.batched):
-                spread[entry_index * width : (entry_index + 1) * width] = source[index * width : (index + 1) * width]
+            for index, place in enumerate(plan.places):
+                spread[place * width : (place + 1) * width] = source[index * width : (index + 1) * width]
         return cast(memoryview, memoryview(spread).cast(kind))
