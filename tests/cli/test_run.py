@@ -150,3 +150,22 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         done = farspark(*arguments)
         assert done.returncode == 2
         assert sentence in done.stderr
+
+
+def test_the_token_itself_is_never_printed(config: Path, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("a secret of the two sides")
+    token.chmod(0o600)
+    environ = {f"{R}_TOKEN_FILE": str(token)}
+    for options in (("--explain", config), ("--dry-run", config, "--", "true"), (config, "--", "true")):
+        done = farspark(*options, **environ)
+        assert done.returncode == 0, done.stderr
+        assert "secret" not in done.stdout + done.stderr
+    assert f"{R}_TOKEN_FILE" in (said := farspark("--explain", config, **environ).stdout)
+    assert str(token) in said
+    token.chmod(0o644)
+    refused = farspark("--explain", config, **environ)
+    assert refused.returncode == 2
+    assert (
+        f"environment: {R}_TOKEN_FILE=" in refused.stderr or f"{R}_TOKEN_FILE={str(token)!r}: others" in refused.stderr
+    )

@@ -16,7 +16,19 @@ import farspark
 from farspark.errors import ConfigError, FarsparkError
 
 # Each is a module of this package with `add_parser(subparsers)`, which sets `run`.
-COMMANDS: Final = ("worker", "identity", "run", "overlay", "probe", "mock_worker", "stats", "demo")
+COMMANDS: Final = (
+    "worker",
+    "identity",
+    "run",
+    "overlay",
+    "probe",
+    "mock_worker",
+    "stats",
+    "capture",
+    "replay",
+    "check",
+    "demo",
+)
 
 # What a command may need that the package itself does not, and the extra that brings it.
 _EXTRAS = {"torch": "worker", "safetensors": "worker", "numpy": "worker"}

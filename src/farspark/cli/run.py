@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from farspark.engine.config import PREFIX, Policy
@@ -14,6 +15,7 @@ from farspark.errors import ConfigError
 
 _POLICIES = {
     Policy.SHADOW: "the local drafter's drafts are verified, the worker's are compared with them",
+    Policy.RESILIENCE: "the worker's drafts are verified, the local drafter's where the worker failed",
     Policy.CAPACITY: "no local drafter; the worker's drafts or none",
 }
 
@@ -26,24 +28,40 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Read KEY=VALUE lines, check them as the engine would, say what will be started, and become the "
         "command. A variable that exists in the environment wins over the file, an empty one too.",
     )
+    add_start_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def add_start_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """What `start` needs; `optional`: the command may be asked for something else instead."""
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
         "--explain", action="store_true", help="print every value in force and where it comes from; start nothing"
     )
     how.add_argument("--dry-run", action="store_true", help="print the environment and the command; start nothing")
-    parser.add_argument("file", metavar="CONFIG.env", type=Path, help="the launch config")
+    parser.add_argument(
+        "file", metavar="CONFIG.env", type=Path, nargs="?" if optional else None, help="the launch config"
+    )
     parser.add_argument(
         "command",
         metavar="-- COMMAND ...",
         nargs=argparse.REMAINDER,
         help="what to start, as in `-- vllm serve TARGET`",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    return start(options, launch_of(options.file, os.environ))
+
+
+def launch_of(file: Path, environ: Mapping[str, str]) -> Launch:
+    """The launch config `file` in this environment. Raises ConfigError."""
+    return prepare(parse_launch(_read(file), str(file)), environ)
+
+
+def start(options: argparse.Namespace, launch: Launch) -> int:
+    """Become the command, or only say what it would be; `options` has `file`, `command`, `explain` and `dry_run`."""
     command = _command(options.command)
-    launch = prepare(parse_launch(_read(options.file), str(options.file)), os.environ)
     if options.explain:
         _print_rows(launch)
         refuse_unloadable(launch)

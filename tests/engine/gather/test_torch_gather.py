@@ -212,6 +212,23 @@ def test_pos_off1_the_anchor_stands_one_past_the_newest_row(context: int) -> Non
         assert torch.equal(newest, row_at(1, end - 1, 0, of).reshape(-1).bfloat16().float())
 
 
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_BACKUP_TOK_a_row_that_sampled_nothing_is_anchored_at_its_last_committed_token(lookahead: bool) -> None:
+    """The end of a chunk: the next prompt token. All drafts rejected: what the target chose instead, which it did sample."""
+    of = shape()
+    gathered = gather(
+        TorchGather(of, CPU),
+        [
+            Request(2, 0, 5, sampled=0, next_prefill=31),
+            Request(0, 9, 6, rejected=5, last_sampled=32),
+            Request(3, 4, 1, last_sampled=33),
+        ],
+        lookahead=lookahead,
+    )
+    assert gathered.meta[:, MetaColumn.ANCHOR_TOKEN].tolist() == [31, 32, 33]
+    assert gathered.meta[:, MetaColumn.SAMPLED].tolist() == [0, 1, 1]
+
+
 def test_taps_stand_side_by_side_in_the_order_given() -> None:
     of = shape(taps=3, hidden_size=2, context=2, ring=2)
     one = TorchGather(of, CPU)

@@ -68,6 +68,7 @@ class TorchGather:
             self._staging_host = self._staging
             self._meta_host = self._meta
         self._num_requests = 0
+        self._enqueued_requests = 0
 
     @property
     def device_nbytes(self) -> int:
@@ -100,15 +101,26 @@ class TorchGather:
         num_rows = int(np.minimum(meta[:, MetaColumn.VALID_ROWS], self.shape.context).sum())
         return Gathered(meta, host_bytes(self._staging_host[:num_rows]))
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What the newest step made on the device, without what nobody reads: for comparing two forms of the gather."""
+        meta = self._meta[: self._enqueued_requests]
+        rows = int(meta[:, MetaColumn.VALID_ROWS].clamp(max=self.shape.context).sum())
+        return {"metadata": meta, "rows": self._staging[:rows], "ring": self.ring.rows[: self.ring.scratch_row]}
+
     def device_us(self) -> float | None:
         """Device time from `run` to the data's arrival, after `wait`; None where no device clock exists."""
         return self._began.elapsed_time(self._arrived) * 1000 if self._device.type == "cuda" else None
 
     def _enqueue(self, step: StepTensors, *, keep: bool) -> int:
-        shape, n = self.shape, step.num_requests
-        row_bound = min(step.row_bound, shape.max_rows)
+        row_bound = min(step.row_bound, self.shape.max_rows)
         self._check(step)
+        self._pack(step, row_bound, keep=keep)
+        self._enqueued_requests = step.num_requests
+        return row_bound
 
+    def _pack(self, step: StepTensors, row_bound: int, *, keep: bool) -> None:
+        """Fill staging and metadata and, with `keep`, the ring."""
+        shape, n = self.shape, step.num_requests
         slots = step.slots.long()
         starts = step.query_start_loc[:n].long()
         valid = step.query_start_loc[1 : n + 1].long() - starts - step.num_rejected[:n].long()
@@ -144,7 +156,6 @@ class TorchGather:
         meta[:, MetaColumn.VALID_ROWS] = valid.int()
         meta[:, MetaColumn.ANCHOR_TOKEN] = anchor.int()
         meta[:, MetaColumn.SAMPLED] = (sampled & step.wants_drafts).int()
-        return row_bound
 
     def _check(self, step: StepTensors) -> None:
         """What the host can see of a step that does not fit. Raises ValueError."""

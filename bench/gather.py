@@ -1,0 +1,114 @@
+"""The gather on a GPU: its torch form and the fused one against one copy of the same bytes, in one run.
+
+    python bench/gather.py [--rows 24] [--json]
+
+Device time by CUDA events around many repetitions on one stream, so launches that the device waits for count; host time by the
+clock around enqueueing alone. A decode step of `--requests` requests; a row is taps x hidden size bf16 values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
+
+from farspark.engine.gather.forms import check_fused  # noqa: E402
+from farspark.engine.gather.layout import GatherShape  # noqa: E402
+from farspark.engine.gather.torch_gather import StepTensors, TorchGather  # noqa: E402
+
+
+def decode_step(shape: GatherShape, requests: int, query: int, device: torch.device) -> StepTensors:
+    """`requests` requests that verify `query - 1` drafts each and accept all of them."""
+    tokens = requests * query
+    hidden = torch.randn(shape.taps, tokens, shape.hidden_size, device=device).bfloat16()
+
+    def ints(values: list[int], kind: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=kind, device=device)
+
+    return StepTensors(
+        hidden=list(hidden.unbind()),
+        positions=ints([100 + i % query for i in range(tokens)], torch.int64),
+        query_start_loc=ints([i * query for i in range(requests + 1)]),
+        slots=ints(list(range(requests))),
+        num_sampled=ints([query] * requests),
+        num_rejected=ints([0] * requests),
+        last_sampled=ints([7] * shape.max_requests, torch.int64).unsqueeze(1),
+        next_prefill_tokens=ints([8] * shape.max_requests),
+        row_bound=tokens,
+        wants_drafts=True,
+    )
+
+
+def measure(work: Callable[[], Any], repetitions: int) -> dict[str, float]:
+    """Microseconds of one `work`: on the device, and of the host that enqueues it; the best of five blocks."""
+    for _ in range(20):
+        work()
+    torch.cuda.synchronize()
+    device_us, host_us = [], []
+    for _ in range(5):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        began.record()
+        started = time.perf_counter()
+        for _ in range(repetitions):
+            work()
+        host_us.append((time.perf_counter() - started) * 1e6 / repetitions)
+        ended.record()
+        torch.cuda.synchronize()
+        device_us.append(began.elapsed_time(ended) * 1e3 / repetitions)
+    return {"device_us": round(min(device_us), 2), "host_us": round(min(host_us), 2)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=4, help="default %(default)s")
+    parser.add_argument("--query", type=int, default=6, help="rows of each; default %(default)s")
+    parser.add_argument("--taps", type=int, default=5, help="default %(default)s")
+    parser.add_argument("--hidden", type=int, default=3072, help="default %(default)s: rows of 30,720 bytes")
+    parser.add_argument("--repetitions", type=int, default=300, help="default %(default)s")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench/gather.py needs a CUDA device", file=sys.stderr)
+        return 2
+    device = torch.device("cuda")
+    shape = GatherShape(
+        max_requests=8, max_tokens=256, taps=options.taps, hidden_size=options.hidden, context=4096, ring=512
+    )
+    why = check_fused(shape, device)
+    if why is not None:
+        print(f"the fused gather is not usable here: {why}", file=sys.stderr)
+        return 1
+    from farspark.engine.gather.triton_gather import TritonGather
+
+    step = decode_step(shape, options.requests, options.query, device)
+    reference, fused = TorchGather(shape, device), TritonGather(shape, device)
+    source = torch.empty(options.requests * options.query, shape.row_values, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "rows": len(source),
+        "row_bytes": shape.row_bytes,
+        "one_copy": measure(lambda: target.copy_(source), options.repetitions),
+        "fused": measure(lambda: fused.rehearse(step), options.repetitions),
+        "torch_form": measure(lambda: reference.rehearse(step), options.repetitions),
+    }
+    # `rehearse` keeps nothing; with the ring each row is written twice.
+    found["fused_with_ring"] = measure(lambda: fused._enqueue(step, keep=True), options.repetitions)
+    copy_us = found["one_copy"]["device_us"]
+    found["fused_over_copy"] = round(found["fused_with_ring"]["device_us"] / copy_us, 2)
+    found["torch_form_over_copy"] = round(found["torch_form"]["device_us"] / copy_us, 2)
+    print(json.dumps(found, indent=None if options.json else 1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Both forms of the gather over the same random steps, in this process: on a GPU, or under TRITON_INTERPRET=1.
+
+Prints one line for each shape and ends with 1 at the first difference. A process of its own, because Triton decides at its
+import whether it interprets.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from farspark.engine.gather.forms import check_fused, first_difference, random_step
+from farspark.engine.gather.layout import GatherShape
+from farspark.engine.gather.torch_gather import TorchGather
+from farspark.engine.gather.triton_gather import TritonGather
+
+SHAPES = (
+    {"max_requests": 1, "taps": 1, "hidden_size": 1, "context": 4, "ring": 4},
+    {"max_requests": 4, "taps": 3, "hidden_size": 96, "context": 8, "ring": 3},
+    {"max_requests": 9, "taps": 5, "hidden_size": 1030, "context": 16, "ring": 16},
+    {"max_requests": 6, "taps": 8, "hidden_size": 40, "context": 12, "ring": 1},
+)
+
+
+def main(device: torch.device, steps: int, plant: bool) -> int:
+    for values in SHAPES:
+        shape = GatherShape(max_tokens=96, **values)
+        reference, fused = TorchGather(shape, device), TritonGather(shape, device)
+        for seed in range(steps):
+            dtype = torch.float32 if seed % 3 == 2 else torch.bfloat16
+            step = random_step(shape, device, seed, dtype)
+            for one in (reference, fused):
+                if seed % 5 == 4:
+                    one.rehearse(step)
+                else:
+                    one.run(step)
+            if plant:
+                fused.ring.rows[0, 0] += 1
+            difference = first_difference(reference, fused)
+            if difference is not None:
+                print(f"{values}, step {seed}: {difference}")
+                return 1
+        print(f"{values}: {steps} steps equal; the check at start says {check_fused(shape, device) or 'equal'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(torch.device(sys.argv[1]), int(sys.argv[2]), "plant" in sys.argv))
