@@ -54,6 +54,20 @@ def test_a_late_success_does_not_close_an_open_breaker() -> None:
     assert breaker.state is State.OPEN
 
 
+def test_rounds_that_could_not_go_out_anyway_are_part_of_the_cool_down() -> None:
+    breaker = tripped(cooldown=3)
+    breaker.stayed_home()
+    assert not breaker.allows()
+    for _ in range(5):
+        breaker.stayed_home()
+    assert breaker.snapshot()["state"] == "open", "only a round that could go out becomes the probe"
+    assert breaker.allows()
+    assert breaker.snapshot()["state"] == "half_open"
+    breaker.stayed_home()
+    breaker.failed()
+    assert (breaker.snapshot()["state"], breaker.cooldown_left) == ("open", 3)
+
+
 def test_a_neutral_round_leaves_the_probe_pending() -> None:
     breaker = tripped(cooldown=0)
     assert breaker.allows()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,9 @@ from farspark.engine.shape import ModelShape
 from farspark.errors import TransportError
 from farspark.stats import Stats
 from farspark.transport import Channel, Endpoint, connect, listen, parse_endpoint
-from farspark.wire import codec, layout
+from farspark.wire import auth, codec, layout
 from farspark.wire.layout import FrameStatus, HeaderFlag, Operation
-from farspark.wire.messages import Header, Hello
+from farspark.wire.messages import Header, Hello, Proof, Welcome
 from farspark.worker.config import WorkerConfig
 from farspark.worker.server import Server
 
@@ -38,9 +38,9 @@ HELLO = SHAPE.hello(engine="test", identity=INFO.identity, markov_identity=bytes
 
 
 @contextmanager
-def worker(name: str) -> Iterator[Endpoint]:
+def worker(name: str, token: bytes | None = None) -> Iterator[Endpoint]:
     endpoint = parse_endpoint(f"memory://{name}")
-    server = Server(ArithmeticDrafter(INFO), WorkerConfig(checkpoint=Path("none"), listen=endpoint))
+    server = Server(ArithmeticDrafter(INFO), WorkerConfig(checkpoint=Path("none"), listen=endpoint, token=token))
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:
@@ -51,7 +51,9 @@ def worker(name: str) -> Iterator[Endpoint]:
 
 
 @contextmanager
-def client(*endpoints: Endpoint, hello: Hello = HELLO, stats: Stats | None = None) -> Iterator[Client]:
+def client(
+    *endpoints: Endpoint, hello: Hello = HELLO, stats: Stats | None = None, token: bytes | None = None
+) -> Iterator[Client]:
     one = Client(
         hello,
         endpoints,
@@ -59,6 +61,7 @@ def client(*endpoints: Endpoint, hello: Hello = HELLO, stats: Stats | None = Non
         backoff_s=0.001,
         backoff_max_s=0.004,
         stats=stats or Stats(),
+        token=token,
     )
     one.start()
     try:
@@ -261,3 +264,181 @@ def test_a_bug_in_the_connector_thread_is_said_and_disables(caplog: pytest.LogCa
     assert one.state is ClientState.DISABLED
     one.close()
     assert any("connector thread failed" in record.message for record in caplog.records)
+
+
+TOKEN = b"the token of both sides"
+
+
+def test_with_a_token_both_sides_prove_themselves_and_the_connection_works() -> None:
+    with worker("proven", TOKEN) as endpoint, client(endpoint, token=TOKEN) as one:
+        assert one.wait_ready(Deadline.after(5))
+        connection = one.connection()
+        assert connection is not None
+        assert connection.sequence == 3  # CHALLENGE, PROVE, HELLO
+        reply = one.step(connection, 7, [], [], layout.StepFlag(0), Deadline.after(5))
+        assert (reply.step_id, connection.sequence) == (7, 4)
+        one.drop(connection, "told to")
+        assert one.wait_ready(Deadline.after(5))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        (
+            TOKEN,
+            None,
+            "this worker demands a proof of the token before anything else; set VLLM_DSPARK_REMOTE_TOKEN_FILE to a file "
+            "with the worker's token",
+        ),
+        (
+            TOKEN,
+            TOKEN[:-1] + b"S",
+            "the proof is wrong; VLLM_DSPARK_REMOTE_TOKEN_FILE here and --token-file there must name files with the same token",
+        ),
+        (
+            None,
+            TOKEN,
+            "the worker has no token, so anybody may have taken its place; start it with --token-file, or leave "
+            "VLLM_DSPARK_REMOTE_TOKEN_FILE out here",
+        ),
+    ],
+)
+def test_AUTH_is_final_and_its_sentence_has_the_remedy(
+    theirs: bytes | None, ours: bytes | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stats = Stats()
+    with worker("unproven", theirs) as endpoint, client(endpoint, token=ours, stats=stats) as one:
+        assert not one.wait_ready(Deadline.after(5))
+        assert one.state is ClientState.DISABLED
+        assert one.last_failure == f"memory://unproven: AUTH: {said}"
+    assert (stats.count("hellos"), stats.count("connect_failures")) == (0, 1)
+    assert "token of both" not in caplog.text
+
+
+Impostor = Callable[[Header, memoryview], bytes]
+
+
+@contextmanager
+def posing(name: str, reply: Impostor) -> Iterator[tuple[Endpoint, list[int]]]:
+    """Somebody in the worker's place, who answers every request with OK and `reply`; and what it was asked."""
+    endpoint = parse_endpoint(f"memory://{name}")
+    listener = listen(endpoint, max_frame_bytes=1 << 20)
+    asked: list[int] = []
+
+    def serve() -> None:
+        try:
+            channel = listener.accept(Deadline.after(5))
+        except TransportError:
+            return
+        try:
+            while True:
+                header, payload = codec.decode_frame(channel.recv(Deadline.after(5)))
+                asked.append(int(header.operation))
+                channel.send(
+                    [codec.encode_frame(header._replace(flags=HeaderFlag.REPLY), reply(header, payload))],
+                    Deadline.after(5),
+                )
+        except (TransportError, TimeoutError):
+            pass
+        finally:
+            channel.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield endpoint, asked
+    finally:
+        listener.close()
+        thread.join()
+
+
+def welcome(identity: bytes = HELLO.identity) -> bytes:
+    return codec.encode_welcome(
+        Welcome(
+            worker="posing",
+            kind="worker",
+            identity=identity,
+            markov_identity=bytes(32),
+            vocab_size=HELLO.vocab_size,
+            context=HELLO.context,
+            window=0,
+            slots=HELLO.slots,
+            max_rows=4096,
+            num_drafts=HELLO.num_drafts,
+        )
+    )
+
+
+def test_without_a_token_a_welcome_is_believed() -> None:
+    # What the tests below rest on: this welcome is taken where nothing is to be proven.
+    with posing("taken", lambda header, payload: welcome()) as (endpoint, _), client(endpoint) as one:
+        assert one.wait_ready(Deadline.after(5))
+
+
+def demands_nothing(header: Header, payload: memoryview) -> bytes:
+    if header.operation == Operation.CHALLENGE:
+        return codec.encode_challenge_reply(bytes(32), demands_proof=False)
+    return welcome()
+
+
+def takes_every_proof(header: Header, payload: memoryview) -> bytes:
+    if header.operation == Operation.CHALLENGE:
+        return codec.encode_challenge_reply(bytes(32), demands_proof=True)
+    # The engine's own proof is sent back to it.
+    return bytes(payload) if header.operation == Operation.PROVE else welcome()
+
+
+def proves_with_another_token(header: Header, payload: memoryview) -> bytes:
+    if header.operation != Operation.PROVE:
+        return takes_every_proof(header, payload)
+    identities = {"identity": HELLO.identity, "markov_identity": bytes(32)}
+    proof = auth.worker_proof(b"another token", engine_nonce=bytes(32), worker_nonce=bytes(32), **identities)
+    return codec.encode_proof(Proof(proof=proof, **identities))
+
+
+@pytest.mark.parametrize(
+    ("impostor", "said", "asked"),
+    [
+        (demands_nothing, "the worker has no token", [Operation.CHALLENGE]),
+        (takes_every_proof, "the worker's own proof is wrong", [Operation.CHALLENGE, Operation.PROVE]),
+        (proves_with_another_token, "the worker's own proof is wrong", [Operation.CHALLENGE, Operation.PROVE]),
+    ],
+)
+def test_nobody_may_pose_as_the_worker(impostor: Impostor, said: str, asked: list[int]) -> None:
+    with posing("posing", impostor) as (endpoint, seen), client(endpoint, token=TOKEN) as one:
+        assert not one.wait_ready(Deadline.after(5))
+        assert one.state is ClientState.DISABLED
+        assert said in str(one.last_failure)
+        assert "AUTH" in str(one.last_failure)
+    assert seen == asked  # and no HELLO, which says what the engine serves
+
+
+def test_a_welcome_of_another_than_was_proven_is_refused() -> None:
+    nonces: list[bytes] = []
+
+    def changes_its_mind(header: Header, payload: memoryview) -> bytes:
+        if header.operation == Operation.CHALLENGE:
+            nonces.append(bytes(payload))
+            return codec.encode_challenge_reply(b"n" * 32, demands_proof=True)
+        if header.operation == Operation.PROVE:
+            identities = {"identity": b"\7" * 32, "markov_identity": bytes(32)}
+            proof = auth.worker_proof(TOKEN, engine_nonce=nonces[0], worker_nonce=b"n" * 32, **identities)
+            return codec.encode_proof(Proof(proof=proof, **identities))
+        return welcome()
+
+    with posing("changing", changes_its_mind) as (endpoint, _), client(endpoint, token=TOKEN) as one:
+        assert not one.wait_ready(Deadline.after(5))
+        assert one.state is ClientState.DISABLED
+        assert "AUTH: the worker answers HELLO with other identities" in str(one.last_failure)
+
+
+def test_an_impostor_at_one_endpoint_does_not_keep_the_engine_from_the_worker_at_the_other() -> None:
+    with (
+        posing("first", demands_nothing) as (first, _),
+        worker("honest", TOKEN) as second,
+        client(first, second, token=TOKEN) as one,
+    ):
+        assert one.wait_ready(Deadline.after(5))
+        connection = one.connection()
+        assert connection is not None
+        assert connection.endpoint == second

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from farspark.engine.config import EngineConfig, Policy, read_config
+from farspark.engine.config import EngineConfig, KeepCachedBlocks, Policy, read_config
+from farspark.engine.depth import OFF, Costs, DepthPolicy, Mode
 from farspark.errors import ConfigError
 
 R = "VLLM_DSPARK_REMOTE"
@@ -38,6 +39,8 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     assert (config.trip, config.cooldown) == (3, 256)
     assert config.log_every == 1024
     assert not read(POLICY="capacity").want_margin
+    assert (config.depth_policy, config.depth_file, config.depth_costs()) == (OFF, None, None)
+    assert config.may_cut_n_out
 
 
 @pytest.mark.parametrize(
@@ -59,10 +62,25 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         ("TRIP", "-1", "0 = off"),
         ("COOLDOWN", "0", "1 or more"),
         ("STRICT_START", "maybe", "1/true/on/yes"),
+        ("KEEP_CACHED_BLOCKS", "sometimes", "auto, 1/true/on/yes"),
+        ("RECLAIM_MTP", "2", "1/true/on/yes"),
         ("WANT_MARGIN", "2", "1/true/on/yes"),
         ("CONTEXT", "0", "1 or more"),
         ("RING", "1.5", "1 or more"),
         ("LOG_EVERY", "-1", "0 = off"),
+        ("CAPTURE_MIB", "0", "1 or more"),
+        ("CAPTURE_MIB", "1.5", "whole number of MiB"),
+        ("CAPTURE", "no/such/folder/file", "the folder no/such/folder does not exist"),
+        ("DRAFT_MS", "-0.1", "one finite number of milliseconds, 0 or more"),
+        ("DRAFT_MS", "1,2", "one finite number"),
+        ("DRAFT_MS", "nan", "one finite number"),
+        ("DRAFT_MS", "inf", "one finite number"),
+        ("ROUND_MS", "8,x", "'x': expected a finite number of milliseconds above 0"),
+        ("ROUND_MS", "8,0", "finite number of milliseconds above 0"),
+        ("ROUND_MS", "8,inf", "finite number of milliseconds above 0"),
+        ("ROUND_MS", "8,7", "7 follows 8; verifying more never takes less time"),
+        ("N_OUT", "5", "auto, or 0"),
+        ("N_OUT", "1", "auto, or 0"),
     ],
 )
 def test_HALF_OPEN_a_bad_value_names_the_variable_the_value_and_what_was_expected(
@@ -73,6 +91,13 @@ def test_HALF_OPEN_a_bad_value_names_the_variable_the_value_and_what_was_expecte
     assert f"{R}_{name}=" in str(caught.value)
     assert value in str(caught.value)
     assert expected in str(caught.value)
+
+
+def test_a_capture_is_a_path_and_a_limit(tmp_path: Path) -> None:
+    assert read().capture is None
+    config = read(CAPTURE=str(tmp_path / "rounds"), CAPTURE_MIB="3")
+    assert (config.capture, config.capture_bytes) == (tmp_path / "rounds", 3 << 20)
+    assert read().capture_bytes == 1 << 30
 
 
 def test_an_unknown_name_is_an_error_that_names_the_nearest() -> None:
@@ -94,11 +119,31 @@ def test_a_missing_identity_says_where_to_get_it() -> None:
     [
         ({"SHADOW_USE": "remote", "POLICY": "capacity"}, "shadow"),
         ({"ON_FAIL": "raise", "POLICY": "resilience"}, "capacity"),
+        ({"KEEP_CACHED_BLOCKS": "1", "POLICY": "resilience"}, "capacity"),
+        ({"KEEP_CACHED_BLOCKS": "0"}, "capacity"),
     ],
 )
 def test_a_setting_of_another_policy_is_refused(settings: dict[str, str], policy: str) -> None:
     with pytest.raises(ConfigError, match=rf"with {R}_POLICY={policy} only"):
         read(**settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", KeepCachedBlocks.AUTO),
+        ("Auto", KeepCachedBlocks.AUTO),
+        ("on", KeepCachedBlocks.ALWAYS),
+        ("0", KeepCachedBlocks.NEVER),
+    ],
+)
+def test_APC_LOSS_whether_cached_blocks_are_kept_is_a_setting(text: str, expected: KeepCachedBlocks) -> None:
+    assert read(POLICY="capacity", KEEP_CACHED_BLOCKS=text).keep_cached_blocks is expected
+
+
+def test_the_mtp_buffer_is_reclaimed_unless_that_is_switched_off() -> None:
+    assert read(POLICY="capacity").reclaims_mtp_buffer
+    assert not read(POLICY="capacity", RECLAIM_MTP="off").reclaims_mtp_buffer
 
 
 def test_a_backoff_that_would_shrink_is_refused() -> None:
@@ -153,3 +198,166 @@ def test_context_and_ring_follow_the_window_the_settings_and_the_model_length(
     settings: dict[str, str], window: int | None, max_model_len: int, expected: tuple[int, int]
 ) -> None:
     assert read(**settings).context_and_ring(window, max_model_len) == expected
+
+
+# The depth policy and its costs.
+
+D = "VLLM_DSPARK"
+REMOTE_POLICIES = ["capacity", "resilience"]
+
+
+def read_depth(policy: str, **settings: str) -> EngineConfig:
+    """The rest of the names as they are: `DEPTH_POLICY` for VLLM_DSPARK_DEPTH_POLICY, `REMOTE_DRAFT_MS` and so on."""
+    environ = {f"{D}_{name}": value for name, value in settings.items()}
+    config = read_config(BASE | {f"{R}_POLICY": policy} | environ)
+    assert config is not None
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("DEPTH_POLICY", "often", "'often' is no mode; expected off, fixed:DEPTH, conf"),
+        ("DEPTH_POLICY", "fixed", "expected fixed:DEPTH"),
+        ("DEPTH_POLICY", "conf:2,1", "1 follows 2"),
+        ("DRAFT_MS", "-1", "one finite number of milliseconds, 0 or more"),
+        ("ROUND_MS", "8,7", "7 follows 8"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["shadow", *REMOTE_POLICIES])
+def test_a_bad_depth_setting_names_the_variable_the_value_and_what_was_expected(
+    policy: str, name: str, value: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_depth(policy, **{name: value})
+    assert str(caught.value).startswith(f"{D}_{name}={value!r}: ")
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("policy", REMOTE_POLICIES)
+@pytest.mark.parametrize("depth", ["conf", "confb", "conf:1,2,3"])
+@pytest.mark.parametrize(
+    ("costs", "missing"),
+    [
+        ({}, f"{R}_DRAFT_MS and {R}_ROUND_MS are not set"),
+        ({"REMOTE_DRAFT_MS": "1"}, f"; {R}_ROUND_MS is not set"),
+        ({"REMOTE_ROUND_MS": "8,9,10"}, f"; {R}_DRAFT_MS is not set"),
+        # The live table holds the local drafter, so neither of the two stands in.
+        ({"REMOTE_DRAFT_MS": "1", "ROUND_MS": "8,9,10"}, f"; {R}_ROUND_MS is not set"),
+        ({"REMOTE_ROUND_MS": "8,9,10", "DRAFT_MS": "1"}, f"; {R}_DRAFT_MS is not set"),
+    ],
+)
+def test_a_priced_depth_needs_both_remote_costs_and_the_error_names_what_is_missing(
+    policy: str, depth: str, costs: dict[str, str], missing: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_depth(policy, DEPTH_POLICY=depth, **costs)
+    text = str(caught.value)
+    assert text.startswith(f"{D}_DEPTH_POLICY={depth} with {R}_POLICY={policy} needs both")
+    assert missing in text
+    assert "holds the local drafter's time too" in text
+    assert f"or set {D}_DEPTH_POLICY=off" in text
+
+
+@pytest.mark.parametrize("policy", REMOTE_POLICIES)
+def test_the_remote_costs_are_the_price_and_replace_the_live_ones(policy: str) -> None:
+    config = read_depth(
+        policy, DEPTH_POLICY="conf", REMOTE_DRAFT_MS="0", REMOTE_ROUND_MS="8, 9,10", DRAFT_MS="3", ROUND_MS="20,20,20"
+    )
+    assert config.depth_costs() == Costs((8, 9, 10), 0)
+    config.check_depths(2)
+
+
+def test_shadow_ignores_both_costs() -> None:
+    for costs in ({}, {"REMOTE_DRAFT_MS": "1"}, {"REMOTE_ROUND_MS": "8,9,10"}):
+        config = read_depth("shadow", DEPTH_POLICY="conf", **costs)
+        assert config.depth_costs() is None
+        config.check_depths(5)
+    live = read_depth("shadow", DEPTH_POLICY="confr:1=2", DRAFT_MS="3", ROUND_MS="20,21", REMOTE_DRAFT_MS="1")
+    assert (live.draft_ms, live.round_ms) == (3, (20, 21))
+
+
+@pytest.mark.parametrize("policy", REMOTE_POLICIES)
+def test_a_fixed_depth_needs_no_costs_unless_a_file_can_switch_the_mode(policy: str, tmp_path: Path) -> None:
+    assert read_depth(policy, DEPTH_POLICY="fixed:2").depth_policy == DepthPolicy(Mode.FIXED, depth=2)
+    file = str(tmp_path / "depth")
+    for depth in ("fixed:2", "off", ""):
+        with pytest.raises(ConfigError, match=rf"^{D}_DEPTH_FILE='.*depth', which can switch .* needs both") as caught:
+            read_depth(policy, DEPTH_POLICY=depth, DEPTH_FILE=file, REMOTE_DRAFT_MS="1")
+        assert f"; {R}_ROUND_MS is not set" in str(caught.value)
+        assert f"and unset {D}_DEPTH_FILE" in str(caught.value)
+    config = read_depth(policy, DEPTH_POLICY="fixed:2", DEPTH_FILE=file, REMOTE_DRAFT_MS="1", REMOTE_ROUND_MS="8,9,10")
+    assert config.depth_file == Path(file)
+
+
+@pytest.mark.parametrize("policy", REMOTE_POLICIES)
+def test_confr_is_refused_where_its_table_would_hold_another_drafter(policy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_depth(policy, DEPTH_POLICY="confr:1=7,8=9", REMOTE_DRAFT_MS="1", REMOTE_ROUND_MS="8,9,10")
+    assert str(caught.value).startswith(f"{D}_DEPTH_POLICY=confr:1=7,8=9 with {R}_POLICY={policy}: ")
+    assert "measured with the local drafter; use conf or confb" in str(caught.value)
+
+
+@pytest.mark.parametrize("policy", REMOTE_POLICIES)
+def test_with_the_policy_off_costs_are_parsed_and_otherwise_unused(policy: str) -> None:
+    config = read_depth(policy, REMOTE_ROUND_MS="8,9")
+    config.check_depths(5)
+    with pytest.raises(ConfigError, match=f"^{R}_ROUND_MS="):
+        read_depth(policy, REMOTE_ROUND_MS="9,8")
+
+
+@pytest.mark.parametrize("policy", REMOTE_POLICIES)
+def test_where_the_number_of_drafts_is_known_the_table_and_the_depth_must_fit_it(policy: str) -> None:
+    config = read_depth(policy, DEPTH_POLICY="confb", REMOTE_DRAFT_MS="1", REMOTE_ROUND_MS="8,9,10")
+    config.check_depths(2)
+    with pytest.raises(ConfigError) as caught:
+        config.check_depths(5)
+    assert str(caught.value).startswith(f"{R}_ROUND_MS=8,9,10: 3 values, but the engine drafts 5 tokens; expected 6")
+    fixed = read_depth(policy, DEPTH_POLICY="fixed:6")
+    fixed.check_depths(6)
+    with pytest.raises(ConfigError, match=rf"^{D}_DEPTH_POLICY=fixed:6: the engine drafts 5 tokens"):
+        fixed.check_depths(5)
+
+
+def test_whether_positions_may_be_left_out_is_a_setting() -> None:
+    assert read(N_OUT="AUTO").may_cut_n_out
+    assert not read(N_OUT="0").may_cut_n_out
+
+
+def token_file(path: Path, text: str = "0123456789abcdef\n", mode: int = 0o600) -> str:
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_the_token_is_read_from_its_file_and_never_shown(tmp_path: Path) -> None:
+    assert read().token is None
+    assert read(TOKEN_FILE="").token is None
+    config = read(TOKEN_FILE=token_file(tmp_path / "token"))
+    assert config.token == b"0123456789abcdef"
+    assert "0123456789abcdef" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [
+        ("0123456789abcdef", 0o640, "others may read or change it (mode 0640); chmod 600"),
+        ("0123456789abcdef", 0o604, "others may read or change it (mode 0604); chmod 600"),
+        ("short", 0o600, "a token of 5 bytes, expected 16 to 4096; `openssl rand -hex 32"),
+        ("", 0o600, "a token of 0 bytes"),
+        ("x" * 4097, 0o600, "a token of more than 4096 bytes"),
+    ],
+)
+def test_a_bad_token_file_names_the_variable_the_path_and_the_remedy(
+    text: str, mode: int, said: str, tmp_path: Path
+) -> None:
+    path = token_file(tmp_path / "token", text, mode)
+    with pytest.raises(ConfigError) as caught:
+        read(TOKEN_FILE=path)
+    assert str(caught.value).startswith(f"{R}_TOKEN_FILE={path!r}: {said}")
+    assert text == "" or text not in str(caught.value)
+
+
+def test_a_token_file_that_is_not_there_names_the_variable(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^{R}_TOKEN_FILE='.*none': cannot be read \(No such file"):
+        read(TOKEN_FILE=str(tmp_path / "none"))

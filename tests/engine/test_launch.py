@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from farspark.engine.config import SETTINGS, Policy
+from farspark.engine.config import DEPTH_SETTINGS, SETTINGS, KeepCachedBlocks, Policy
 from farspark.engine.launch import Launch, explain, parse_launch, prepare, refuse_unloadable
 from farspark.errors import ConfigError
 
@@ -131,7 +131,10 @@ def test_the_v1_runner_is_refused_because_it_has_no_dspark(value: str, text: str
 def test_every_setting_is_explained_with_its_value_and_where_it_came_from() -> None:
     text = REMOTE + f"{R}_TIMEOUT_MS=20\nA=1\nVLLM_USE_V2_MODEL_RUNNER=1\n"
     rows = origins(launch(text, **{f"{R}_TRIP": "7", "PATH": "/bin", "VLLM_PLUGINS": "farspark"}))
-    assert {setting.name for setting in SETTINGS} < set(rows)
+    assert {setting.name for setting in (*SETTINGS, *DEPTH_SETTINGS)} < set(rows)
+    assert rows["VLLM_DSPARK_DEPTH_POLICY"] == ("off", "default")
+    assert rows["VLLM_DSPARK_ROUND_MS"] == ("not set", "default")
+    assert rows[f"{R}_N_OUT"] == ("auto", "default")
     assert rows[R] == ("tcp://10.0.0.2:18620", "x.env:1")
     assert rows[f"{R}_TIMEOUT_MS"] == ("20", "x.env:3")
     assert rows[f"{R}_TRIP"] == ("7", "environment")
@@ -147,13 +150,32 @@ def test_every_setting_is_explained_with_its_value_and_where_it_came_from() -> N
     assert rows[f"{R}_MARKOV_IDENTITY"] == ("not checked", "default")
 
 
+def test_the_depth_policy_is_explained_and_a_bad_one_is_an_error_with_file_and_line() -> None:
+    text = REMOTE + f"{R}_POLICY=capacity\nVLLM_DSPARK_DEPTH_POLICY=conf\n"
+    costs = f"{R}_DRAFT_MS=1.5\n{R}_ROUND_MS=8,9\n"
+    rows = origins(launch(text + costs, VLLM_DSPARK_DEPTH_FILE="depth"))
+    assert rows["VLLM_DSPARK_DEPTH_POLICY"] == ("conf", "x.env:4")
+    assert rows["VLLM_DSPARK_DEPTH_FILE"] == ("depth", "environment")
+    assert rows[f"{R}_ROUND_MS"] == ("8,9", "x.env:6")
+    with pytest.raises(ConfigError, match=rf"^x\.env:4: VLLM_DSPARK_DEPTH_POLICY=conf .* {R}_DRAFT_MS and"):
+        launch(text)
+    assert "VLLM_DSPARK_DEPTH_POLICY" in launch("VLLM_DSPARK_DEPTH_POLICY=conf\n").without_effect
+
+
 def test_without_an_endpoint_the_explanation_says_that_farspark_is_inert() -> None:
     assert origins(launch("A=1\n")) == {R: ("not set: Farspark is inert", "default"), "A": ("1", "x.env:1")}
     assert origins(launch(f"{R}=\n"))[R] == ("not set: Farspark is inert", "x.env:1")
 
 
 def test_the_shipped_configs_are_those_that_the_settings_allow_today() -> None:
-    assert [path.stem for path in CONFIGS] == ["A-local", "C-capacity", "C-resilience", "C-shadow-remote", "C-shadow"]
+    assert [path.stem for path in CONFIGS] == [
+        "A-local",
+        "C-capacity-nodrop",
+        "C-capacity",
+        "C-resilience",
+        "C-shadow-remote",
+        "C-shadow",
+    ]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -173,10 +195,13 @@ def test_a_shipped_config_is_valid_says_what_it_is_for_and_explains_every_line(p
         "C-shadow": Policy.SHADOW,
         "C-shadow-remote": Policy.SHADOW,
         "C-capacity": Policy.CAPACITY,
+        "C-capacity-nodrop": Policy.CAPACITY,
         "C-resilience": Policy.RESILIENCE,
     }
     assert (made.config.policy if made.config else None) is policies[path.stem]
     if made.config is not None:
         assert made.config.identity.hex() == IDENTITY
+        keeps = KeepCachedBlocks.ALWAYS if path.stem == "C-capacity-nodrop" else KeepCachedBlocks.AUTO
+        assert made.config.keep_cached_blocks is keeps
         with pytest.raises(ConfigError, match="export FARSPARK_"):
             prepare(parse_launch(text, path.name), {})

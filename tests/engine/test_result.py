@@ -8,8 +8,9 @@ from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
 
 def test_the_layout_has_no_gap_and_no_overlap() -> None:
     layout = ResultLayout(max_requests=3, num_drafts=5)
-    assert (layout.ok, layout.tokens, layout.confidences) == (slice(2, 5), slice(5, 20), slice(20, 35))
-    assert layout.size == 35
+    assert (layout.ok, layout.depths) == (slice(2, 5), slice(5, 8))
+    assert (layout.tokens, layout.confidences) == (slice(8, 23), slice(23, 38))
+    assert layout.size == 38
 
 
 def test_what_one_rank_writes_another_reads_from_the_same_bits() -> None:
@@ -17,11 +18,13 @@ def test_what_one_rank_writes_another_reads_from_the_same_bits() -> None:
     sent = PackedResult.empty(layout)
     sent.clear(RoundOutcome.OK, 2)
     sent.ok[1] = 1
+    sent.depths[1] = 2
     sent.tokens[1] = [7, 8, 9]
     sent.confidences[1] = [0.5, 0.25, 1.0]
     received = PackedResult(layout, sent.buffer.copy())
     assert (received.outcome, received.num_requests) == (RoundOutcome.OK, 2)
     assert received.tokens.tolist() == [[0, 0, 0], [7, 8, 9]]
+    assert received.depths.tolist() == [0, 2]
     assert received.confidences.tolist() == [[0, 0, 0], [0.5, 0.25, 1.0]]
     assert repr(received) == "<PackedResult OK, 1 of 2 ok>"
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 import struct
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from tests.fakes.engine_world import CONTEXT, INFO, SLOTS, Row, World
 
 from farspark.engine.result import RoundOutcome
-from farspark.engine.round import SILENT_STEPS, find_fault
+from farspark.engine.round import SILENT_STEPS, find_fault, find_fault_of_judgement
 from farspark.wire.layout import EntryFlag, RequestStatus
-from farspark.wire.messages import Entry, EntryReply, StepReply
+from farspark.wire.messages import Entry, EntryReply, Judge, Judgement, StepReply
 
 
 def good(world: World, *rows: Row) -> None:
@@ -257,6 +256,16 @@ def test_a_right_reply_has_no_fault() -> None:
     assert fault_of(reply([1, 9, 0], [0.0, 1.0, 0.0])) is None
 
 
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, -0.25, 1.5])
+def test_a_confidence_that_cannot_be_is_a_fault_at_every_place(wrong: float, place: int) -> None:
+    confidences = [0.5, 1.0, 0.0]
+    confidences[place] = wrong
+    assert (
+        fault_of(reply([1, 9, 0], confidences)) == f"confidence {wrong} at entry 0, position {place}, expected 0 to 1"
+    )
+
+
 def test_what_stands_past_n_out_must_be_zero() -> None:
     assert "past the positions asked for" in (fault_of(reply([1, 9, 4], [0.5, 1.0, 0.0])) or "")
     assert "past the positions asked for" in (fault_of(reply([1, 9, 0], [0.5, 1.0, 0.5])) or "")
@@ -269,10 +278,10 @@ def test_drafts_of_a_failed_request_must_be_zero() -> None:
 def test_margins_are_there_exactly_when_asked_for() -> None:
     right = reply([1, 9, 0], [0.5, 1.0, 0.0])
     assert fault_of(right, want_margins=True) == "margins missing"
-    with_margins = replace(right, margins=np.zeros(3, dtype=np.float32).data)
+    with_margins = right._replace(margins=np.zeros(3, dtype=np.float32).data)
     assert fault_of(with_margins) == "margins sent unasked"
     assert fault_of(with_margins, want_margins=True) is None
-    nan = replace(right, margins=np.full(3, np.nan, dtype=np.float32).data)
+    nan = right._replace(margins=np.full(3, np.nan, dtype=np.float32).data)
     assert "margin nan" in (fault_of(nan, want_margins=True) or "")
 
 
@@ -324,3 +333,77 @@ def test_a_request_that_fails_among_others_is_a_success_for_the_breaker() -> Non
         assert outcome is RoundOutcome.SOME_FAILED
         assert sorted(world.result.ok[:2].tolist()) == [0, 1]
         assert world.round.breaker.state.value == "closed"
+
+
+# Judging other drafts --------------------------------------------------------------------------------------------------
+
+
+def test_local_drafts_of_a_round_are_judged_by_batch_row() -> None:
+    with World(want_margin=True) as world:
+        first, second = world.admit(3), world.admit(0)
+        good(world, Row(first, 4, sampled=True), Row(second, 2, sampled=False), Row(world.admit(2), 3, sampled=True))
+        drafted = world.result.tokens[[0, 2]].copy()
+        other = drafted[::-1].copy()
+        other[0, 1] = (drafted[1, 1] + 1) % INFO.vocab_size
+        other[0, 0], other[0, 2:] = drafted[1, 0], drafted[1, 2:]
+        judged = world.round.judge([2, 0], other)
+        assert judged is not None
+        assert judged.gaps.tolist() == [[0, 1, 1, *[0] * (INFO.num_drafts - 3)], [0] * INFO.num_drafts]
+        assert judged.best[1].tolist() == drafted[0].tolist()
+        good(world, Row(first, 1, sampled=True))
+
+
+def test_only_what_the_newest_round_drafted_can_be_judged() -> None:
+    with World(want_margin=True) as world:
+        request = world.admit(1)
+        chain = np.zeros((1, INFO.num_drafts), dtype=np.int64)
+        good(world, Row(request, 3, sampled=False))
+        assert world.round.judge([1], chain) is None, "no such row"
+        assert world.round.judge([0], chain) is None, "nothing was drafted for it"
+        assert world.stats.count("judge_failures") == 1
+        good(world, Row(request, 1, sampled=True))
+        assert world.round.judge([0], chain) is not None
+        assert world.channel is not None
+        world.channel.late = True
+        failed(world, Row(request, 1, sampled=True))
+        assert world.round.judge([0], chain) is None
+        assert world.stats.count("hellos") == 1
+
+
+def test_HALF_OPEN_a_judge_that_does_not_answer_costs_one_deadline_and_no_draft() -> None:
+    with World(want_margin=True, timeout_s=0.05) as world:
+        request = world.admit(1)
+        good(world, Row(request, 3, sampled=True))
+        assert world.channel is not None
+        world.channel.late = True
+        assert world.round.judge([0], np.zeros((1, INFO.num_drafts), dtype=np.int64)) is None
+        assert world.stats.count("judge_failures") == 1
+        good(world, Row(request, 1, sampled=True))
+        assert world.stats.count("late_replies") == 1
+
+
+def floats(*values: float) -> memoryview:
+    return np.array(values, dtype=np.float32).data
+
+
+def ids(*values: int) -> memoryview:
+    return np.array(values, dtype=np.int32).data
+
+
+def test_a_judgement_is_checked_not_trusted() -> None:
+    judge = Judge(7, 2, [0], ids(1, 2))
+    right = Judgement(7, 2, ids(1, 9), floats(0, 1), floats(3, 4), floats(0, 1))
+    assert find_fault_of_judgement(right, judge, 10) is None
+    for wrong in (
+        right._replace(step_id=8),
+        right._replace(num_drafts=1),
+        right._replace(best=ids(1)),
+        right._replace(best=ids(1, 10)),
+        right._replace(best=ids(-1, 1)),
+        right._replace(gaps=floats(0, -1)),
+        right._replace(gaps=floats(0, float("nan"))),
+        right._replace(peaks=floats(0, float("inf"))),
+        right._replace(confidences=floats(0, 1.5)),
+        right._replace(confidences=floats(float("nan"), 1)),
+    ):
+        assert find_fault_of_judgement(wrong, judge, 10) is not None, wrong

@@ -69,6 +69,11 @@ class Breaker:
         self.cooldown_left -= 1
         return False
 
+    def stayed_home(self) -> None:
+        """A round that could not go out anyway: it is one of the cool-down's rounds too."""
+        if self.state is State.OPEN and self.cooldown_left:
+            self.cooldown_left -= 1
+
     def succeeded(self) -> None:
         self.failures_in_a_row = 0
         self._move(Event.SUCCESS)

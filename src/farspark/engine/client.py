@@ -1,8 +1,8 @@
 """Rank 0's connection to the worker.
 
 Two threads. The engine thread takes the connection that is ready, exchanges one STEP under a deadline, and never connects.
-The connector thread connects, says HELLO, and hands over a finished `Connection`; it sleeps while one is in use. They
-share one reference, `_connection`, guarded by `_handover`.
+The connector thread connects, has both sides prove themselves where there is a token, says HELLO, and hands over a finished
+`Connection`; it sleeps while one is in use. They share one reference, `_connection`, guarded by `_handover`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,24 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from farspark.clock import Clock, Deadline
+from farspark.engine.config import TOKEN_FILE
 from farspark.errors import FarsparkError, ProtocolError, Refused, TransportError
 from farspark.stats import Stats
 from farspark.transport import Channel, Endpoint, Piece
 from farspark.transport import connect as connect_transport
 from farspark.wire import codec
-from farspark.wire.layout import MAX_REPLY_BYTES, VERSION, FrameStatus, Operation, StepFlag
-from farspark.wire.messages import Entry, Header, Hello, StepReply, Welcome
+from farspark.wire.auth import EngineSide, authenticate, token_missing
+from farspark.wire.layout import MAX_REPLY_BYTES, NONCE_BYTES, VERSION, FrameStatus, Operation, StepFlag
+from farspark.wire.messages import Entry, Header, Hello, Judge, Judgement, StepReply, Welcome
 
 logger = logging.getLogger(__name__)
 
 Connect = Callable[[Endpoint, Deadline], Channel]
+Ask = Callable[[Operation, bytes], memoryview]
+"""Sends a request and returns the payload of its reply."""
 
 
 def _connect(endpoint: Endpoint, deadline: Deadline) -> Channel:
@@ -54,11 +58,14 @@ class Connection:
     channel: Channel
     session: int
     welcome: Welcome
-    sequence: int = field(default=1)  # of the newest frame; HELLO was 1
+    sequence: int  # of the newest frame; HELLO's at first
 
 
 class Client:
-    """`start`, `wait_ready` and `close` belong to the engine thread, as do `connection`, `step` and `drop`."""
+    """`start`, `wait_ready` and `close` belong to the engine thread, as do `connection`, `step` and `drop`.
+
+    With a `token` only a worker that holds it too is talked to. `token_setting` is what a person would set it with.
+    """
 
     def __init__(
         self,
@@ -69,6 +76,8 @@ class Client:
         backoff_s: float,
         backoff_max_s: float,
         stats: Stats,
+        token: bytes | None = None,
+        token_setting: str = TOKEN_FILE,
         connect: Connect = _connect,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -78,6 +87,8 @@ class Client:
         self._backoff_s = backoff_s
         self._backoff_max_s = backoff_max_s
         self._stats = stats
+        self._token = token
+        self._token_setting = token_setting
         self._connect = connect
         self._clock = clock
         self._handover = threading.Condition()
@@ -85,6 +96,7 @@ class Client:
         self._state = ClientState.CONNECTING
         self._epoch = 0
         self._why: str | None = None  # the newest failure, as a sentence
+        self._unfit: dict[Endpoint, str] = {}  # endpoints that can never serve this engine, and why; the connector's
         self._thread = threading.Thread(target=self._run, name="farspark-connector", daemon=True)
 
     def start(self) -> None:
@@ -125,12 +137,22 @@ class Client:
         the frames themselves are wrong (the connection is of no more use), and Refused.
         """
         connection.sequence += 1
-        rows_bytes = sum(memoryview(piece).nbytes for piece in rows)
+        rows_bytes = sum([memoryview(piece).nbytes for piece in rows])
         head = codec.encode_step_head(connection.session, connection.sequence, step_id, entries, rows_bytes, flags)
         connection.channel.send([head, *rows], deadline)
         self._stats.add("bytes_sent", len(head) + rows_bytes)
         payload = self._reply(connection.channel, Operation.STEP, connection.session, connection.sequence, deadline)
         return codec.decode_step_reply(payload)
+
+    def judge(self, connection: Connection, judge: Judge, deadline: Deadline) -> Judgement:
+        """What the worker's drafter thinks of other drafts for the newest STEP. Raises as `step` does."""
+        connection.sequence += 1
+        header = Header(Operation.JUDGE, connection.session, connection.sequence, 0)
+        frame = codec.encode_frame(header, codec.encode_judge(judge))
+        connection.channel.send([frame], deadline)
+        self._stats.add("bytes_sent", len(frame))
+        payload = self._reply(connection.channel, Operation.JUDGE, connection.session, connection.sequence, deadline)
+        return codec.decode_judgement(payload)
 
     def drop(self, connection: Connection, why: str) -> None:
         """Give the connection up and have another made. Idempotent."""
@@ -213,22 +235,33 @@ class Client:
         for endpoint in self._endpoints:
             if self._state is not ClientState.CONNECTING:
                 return True
+            if endpoint in self._unfit:
+                continue
             deadline = Deadline.after(self._connect_timeout_s, self._clock)
             try:
                 connection = self._greet(endpoint, deadline)
             except Refused as refused:
                 self._stats.add("connect_failures")
                 if _is_final(refused.status):
-                    self.disable(f"{endpoint} answered HELLO with {_status_name(refused.status)}: {refused}")
-                    return True
-                self._fail(endpoint, f"refused with {_status_name(refused.status)}: {refused}")
+                    self._strike_off(endpoint, f"{endpoint}: {_status_name(refused.status)}: {refused}")
+                else:
+                    self._fail(endpoint, f"refused with {_status_name(refused.status)}: {refused}")
             except (FarsparkError, TimeoutError) as error:
                 self._stats.add("connect_failures")
                 self._fail(endpoint, str(error) or type(error).__name__)
             else:
                 self._publish(connection)
                 return True
-        return False
+        return self._state is not ClientState.CONNECTING
+
+    def _strike_off(self, endpoint: Endpoint, why: str) -> None:
+        """It can never serve this engine; the remote is disabled once that is true of all."""
+        self._unfit[endpoint] = why
+        if all(one in self._unfit for one in self._endpoints):
+            self.disable("; ".join(self._unfit.values()))
+            return
+        logger.error("farspark: not used any more in this engine run: %s", why)
+        self._why = why
 
     def _fail(self, endpoint: Endpoint, why: str) -> None:
         message = f"{endpoint}: {why}"
@@ -261,18 +294,44 @@ class Client:
 
     def _greet(self, endpoint: Endpoint, deadline: Deadline) -> Connection:
         channel = self._connect(endpoint, deadline)
+        session = secrets.randbits(64) or 1
+        sequence = 0
+
+        def ask(operation: Operation, payload: bytes) -> memoryview:
+            nonlocal sequence
+            sequence += 1
+            channel.send([codec.encode_frame(Header(operation, session, sequence, 0), payload)], deadline)
+            return self._reply(channel, operation, session, sequence, deadline)
+
         try:
-            session = secrets.randbits(64) or 1
-            header = Header(Operation.HELLO, session, 1, 0)
-            channel.send([codec.encode_frame(header, codec.encode_hello(self._hello))], deadline)
-            payload = self._reply(channel, Operation.HELLO, session, 1, deadline)
-            welcome = codec.decode_welcome(payload)
+            welcome = self._say_hello(ask) if self._token is None else self._prove_and_say_hello(ask, self._token)
             self._check_welcome(welcome)
         except BaseException:
             channel.close()
             raise
         self._epoch += 1
-        return Connection(self._epoch, endpoint, channel, session, welcome)
+        return Connection(self._epoch, endpoint, channel, session, welcome, sequence)
+
+    def _say_hello(self, ask: Ask) -> Welcome:
+        try:
+            return codec.decode_welcome(ask(Operation.HELLO, codec.encode_hello(self._hello)))
+        except Refused as refused:
+            if refused.status == FrameStatus.AUTH and self._token is None:
+                raise token_missing(str(refused), self._token_setting) from refused
+            raise
+
+    def _prove_and_say_hello(self, ask: Ask, token: bytes) -> Welcome:
+        side = EngineSide(
+            token,
+            identity=self._hello.identity,
+            markov_identity=self._hello.markov_identity,
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            setting=self._token_setting,
+        )
+        authenticate(side, ask)
+        welcome = self._say_hello(ask)
+        side.check_welcome(welcome.identity, welcome.markov_identity)
+        return welcome
 
     def _check_welcome(self, welcome: Welcome) -> None:
         """The worker said OK; believe it only where its own numbers agree. Raises Refused with a final status."""
@@ -322,7 +381,7 @@ class Client:
             frame = channel.recv(deadline)
             self._stats.add("bytes_received", len(frame))
             header, payload = codec.decode_frame(frame)
-            if header.is_reply and header.session == session and header.sequence < sequence:
+            if header.sequence < sequence and header.is_reply and header.session == session:
                 self._stats.add("late_replies")
                 continue
             if header.version != VERSION:

@@ -14,15 +14,31 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from farspark.engine.depth import (
+    FILE,
+    OFF,
+    POLICY,
+    SYNTAX,
+    Costs,
+    DepthPolicy,
+    check_table,
+    parse_ms_by_depth,
+    parse_policy,
+    refuse_local_table,
+    resolve,
+)
 from farspark.errors import ConfigError
+from farspark.token_file import read_token
 from farspark.transport.endpoint import Endpoint, parse_endpoints
 
 PREFIX: Final = "VLLM_DSPARK_REMOTE"
+LOCAL_PREFIX: Final = "VLLM_DSPARK"
 MARKOV_CACHE: Final = "VLLM_DSPARK_MARKOV_CACHE"
+TOKEN_FILE: Final = f"{PREFIX}_TOKEN_FILE"
 
 _TRUE: Final = frozenset({"1", "true", "on", "yes"})
 _FALSE: Final = frozenset({"0", "false", "off", "no"})
@@ -55,6 +71,22 @@ class OnFail(enum.Enum):
     RAISE = "raise"  # on every rank: for benchmarks, which must not go on as if drafts had come
 
 
+class FusedGather(enum.Enum):
+    """Whether the gather is one Triton launch instead of some forty operations of torch."""
+
+    AUTO = "auto"  # on CUDA, if it makes the same bytes as the torch form
+    ON = "1"  # it must, or the engine does not start
+    OFF = "0"
+
+
+class KeepCachedBlocks(enum.Enum):
+    """Whether a prefix-cache hit in capacity keeps its last block, which vLLM drops for a local drafter's sake."""
+
+    AUTO = "auto"  # yes; where that is out of reach it is said
+    ALWAYS = "1"  # yes; where that is out of reach the engine does not start
+    NEVER = "0"  # vLLM's own rule stands
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that was set, with defaults filled in. Seconds are floats, identities 32 bytes."""
@@ -63,6 +95,7 @@ class EngineConfig:
     policy: Policy
     identity: bytes
     markov_identity: bytes  # zeros: not checked
+    token: bytes | None = field(repr=False)  # None: neither side proves itself
     timeout_s: float  # per round
     connect_timeout_s: float  # connect and HELLO
     backoff_s: float
@@ -72,11 +105,21 @@ class EngineConfig:
     strict_start: bool
     shadow_use: ShadowUse
     on_fail: OnFail
+    keep_cached_blocks: KeepCachedBlocks
+    reclaims_mtp_buffer: bool  # in capacity
     want_margin: bool
     context: int | None  # None: the drafter's window, else FULL_ATTENTION_CONTEXT
     ring: int | None  # None: the context of a windowed drafter, else FULL_ATTENTION_RING
+    fused_gather: FusedGather
     log_every: int  # rounds between summary lines; 0 = off
     stats_file: Path
+    depth_policy: DepthPolicy
+    depth_file: Path | None  # read again when it changes; None: the policy stays
+    draft_ms: float | None  # of a remote round; in shadow of the local drafter, and unused
+    round_ms: tuple[float, ...] | None  # to verify, by depth 0..N; in shadow with the local drafter, and unused
+    may_cut_n_out: bool
+    capture: Path | None  # None: rounds are not recorded
+    capture_bytes: int  # the capture stops there
 
     def context_and_ring(self, window: int | None, max_model_len: int) -> tuple[int, int]:
         """Rows the drafter may see and rows the ring holds, for a drafter with sliding `window` (None: full attention)."""
@@ -85,6 +128,29 @@ class EngineConfig:
         ring = self.ring or (context if window else FULL_ATTENTION_RING)
         return context, min(ring, context)
 
+    def depth_costs(self) -> Costs | None:
+        """What depths are priced with; None where nothing is."""
+        if self.draft_ms is None or self.round_ms is None:
+            return None
+        return Costs(self.round_ms, self.draft_ms)
+
+    def check_depths(self, num_drafts: int) -> None:
+        """What could not be judged before the number of drafts was known. Raises ConfigError."""
+        if self.policy is Policy.SHADOW:
+            return
+        is_priced = self.depth_policy.mode.masks or self.depth_file is not None
+        if is_priced and self.round_ms is not None:
+            try:
+                check_table(self.round_ms, num_drafts)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{PREFIX}_ROUND_MS={_ms_text(self.round_ms)}: {error}, first to last; measure it for this engine"
+                ) from error
+        try:
+            resolve(self.depth_policy, num_drafts, self.depth_costs(), own_table=False)
+        except ValueError as error:
+            raise ConfigError(f"{POLICY}={self.depth_policy}: {error}") from error
+
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
@@ -92,10 +158,12 @@ class _Setting:
     parse: Callable[[str], Any]
     expected: str
     default: Any = None
+    prefix: str = PREFIX
+    explains: bool = False  # what `parse` raises says what is wrong
 
     @property
     def name(self) -> str:
-        return PREFIX + self.suffix
+        return self.prefix + self.suffix
 
 
 def _boolean(text: str) -> bool:
@@ -105,6 +173,18 @@ def _boolean(text: str) -> bool:
     if lowered in _FALSE:
         return False
     raise ValueError
+
+
+def _fused_gather(text: str) -> FusedGather:
+    if text.lower() == "auto":
+        return FusedGather.AUTO
+    return FusedGather.ON if _boolean(text) else FusedGather.OFF
+
+
+def _keep_cached_blocks(text: str) -> KeepCachedBlocks:
+    if text.lower() == "auto":
+        return KeepCachedBlocks.AUTO
+    return KeepCachedBlocks.ALWAYS if _boolean(text) else KeepCachedBlocks.NEVER
 
 
 def _at_least(minimum: float) -> Callable[[str], float]:
@@ -133,8 +213,17 @@ def _digest(text: str) -> bytes:
     return bytes.fromhex(text)
 
 
+def _automatic(text: str) -> bool:
+    return {"auto": True, "0": False}[text.lower()]
+
+
 _BOOLEAN: Final = "1/true/on/yes or 0/false/off/no"
 _POLICIES: Final = "shadow, resilience or capacity"
+
+_MS_BY_DEPTH: Final = (
+    "milliseconds of a round that verifies 0, 1, … N drafts: N + 1 finite numbers above 0, none below the one before, "
+    "separated by commas"
+)
 
 SETTINGS: Final[tuple[_Setting, ...]] = (
     _Setting("", str, "one or more endpoints"),
@@ -142,6 +231,7 @@ SETTINGS: Final[tuple[_Setting, ...]] = (
     _Setting("_POLICY", Policy, _POLICIES, Policy.SHADOW),
     _Setting("_IDENTITY", _digest, "64 hex digits, as `farspark identity CHECKPOINT` prints them"),
     _Setting("_MARKOV_IDENTITY", _digest, "64 hex digits, as `farspark identity CHECKPOINT` prints them"),
+    _Setting("_TOKEN_FILE", Path, "a path"),
     _Setting("_TIMEOUT_MS", _at_least(1), "milliseconds, 1 or more", 50.0),
     _Setting("_CONNECT_TIMEOUT_MS", _at_least(1), "milliseconds, 1 or more", 1000.0),
     _Setting("_BACKOFF_MS", _at_least(1), "milliseconds, 1 or more", 1000.0),
@@ -151,11 +241,27 @@ SETTINGS: Final[tuple[_Setting, ...]] = (
     _Setting("_STRICT_START", _boolean, _BOOLEAN, False),
     _Setting("_SHADOW_USE", ShadowUse, "local or remote", ShadowUse.LOCAL),
     _Setting("_ON_FAIL", OnFail, "target_only or raise", OnFail.TARGET_ONLY),
+    _Setting("_KEEP_CACHED_BLOCKS", _keep_cached_blocks, f"auto, {_BOOLEAN}", KeepCachedBlocks.AUTO),
+    _Setting("_RECLAIM_MTP", _boolean, _BOOLEAN, True),
     _Setting("_WANT_MARGIN", _boolean, _BOOLEAN),
+    _Setting("_DRAFT_MS", _at_least(0), "one finite number of milliseconds, 0 or more: what a remote round costs"),
+    _Setting("_ROUND_MS", parse_ms_by_depth, _MS_BY_DEPTH, explains=True),
+    _Setting("_N_OUT", _automatic, "auto, or 0 for always all positions", True),
     _Setting("_CONTEXT", _whole_at_least(1), "a whole number of positions, 1 or more"),
     _Setting("_RING", _whole_at_least(1), "a whole number of rows, 1 or more"),
+    _Setting("_FUSED_GATHER", _fused_gather, f"auto, {_BOOLEAN}", FusedGather.AUTO),
     _Setting("_LOG_EVERY", _whole_at_least(0), "a whole number of rounds, 0 = off", 1024),
     _Setting("_STATS_FILE", Path, "a path"),
+    _Setting("_CAPTURE", Path, "a path in a folder that exists"),
+    _Setting("_CAPTURE_MIB", _whole_at_least(1), "a whole number of MiB, 1 or more", 1024),
+)
+
+# Settings that concern the drafts whoever makes them.
+DEPTH_SETTINGS: Final[tuple[_Setting, ...]] = (
+    _Setting("_DEPTH_POLICY", parse_policy, SYNTAX, OFF, prefix=LOCAL_PREFIX, explains=True),
+    _Setting("_DEPTH_FILE", Path, "a path", prefix=LOCAL_PREFIX),
+    _Setting("_DRAFT_MS", _at_least(0), "one finite number of milliseconds, 0 or more", prefix=LOCAL_PREFIX),
+    _Setting("_ROUND_MS", parse_ms_by_depth, _MS_BY_DEPTH, prefix=LOCAL_PREFIX, explains=True),
 )
 
 
@@ -169,6 +275,7 @@ def read_config(environ: Mapping[str, str] | None = None) -> EngineConfig | None
         return None
     _refuse_unknown(environ)
     values = {setting.suffix: _value(setting, environ) for setting in SETTINGS}
+    depth = {setting.suffix: _value(setting, environ) for setting in DEPTH_SETTINGS}
 
     if values["_IDENTITY"] is None:
         raise ConfigError(
@@ -189,18 +296,29 @@ def read_config(environ: Mapping[str, str] | None = None) -> EngineConfig | None
     for suffix, default, needed in (
         ("_SHADOW_USE", ShadowUse.LOCAL, Policy.SHADOW),
         ("_ON_FAIL", OnFail.TARGET_ONLY, Policy.CAPACITY),
+        ("_KEEP_CACHED_BLOCKS", KeepCachedBlocks.AUTO, Policy.CAPACITY),
     ):
         if values[suffix] is not default and policy is not needed:
             raise ConfigError(
                 f"{PREFIX}{suffix}={values[suffix].value} means something with {PREFIX}_POLICY={needed.value} only, "
                 f"which is {policy.value} here; unset it"
             )
+    capture: Path | None = values["_CAPTURE"]
+    if capture is not None and not capture.parent.is_dir():
+        raise ConfigError(
+            f"{PREFIX}_CAPTURE={str(capture)!r}: the folder {capture.parent} does not exist; make it first"
+        )
+    is_shadow = policy is Policy.SHADOW
+    if not is_shadow:
+        _check_costs(policy, depth["_DEPTH_POLICY"], depth["_DEPTH_FILE"], values)
+    costs = depth if is_shadow else values
     want_margin = values["_WANT_MARGIN"]
     return EngineConfig(
         endpoints=_endpoints(values[""], values["_BIND"]),
         policy=policy,
         identity=values["_IDENTITY"],
         markov_identity=values["_MARKOV_IDENTITY"] or _markov_cache_digest(environ),
+        token=None if values["_TOKEN_FILE"] is None else read_token(values["_TOKEN_FILE"], TOKEN_FILE),
         timeout_s=values["_TIMEOUT_MS"] / 1000,
         connect_timeout_s=values["_CONNECT_TIMEOUT_MS"] / 1000,
         backoff_s=values["_BACKOFF_MS"] / 1000,
@@ -210,11 +328,21 @@ def read_config(environ: Mapping[str, str] | None = None) -> EngineConfig | None
         strict_start=values["_STRICT_START"],
         shadow_use=values["_SHADOW_USE"],
         on_fail=values["_ON_FAIL"],
-        want_margin=policy is Policy.SHADOW if want_margin is None else want_margin,
+        keep_cached_blocks=values["_KEEP_CACHED_BLOCKS"],
+        reclaims_mtp_buffer=values["_RECLAIM_MTP"],
+        want_margin=is_shadow if want_margin is None else want_margin,
         context=values["_CONTEXT"],
         ring=values["_RING"],
+        fused_gather=values["_FUSED_GATHER"],
         log_every=values["_LOG_EVERY"],
         stats_file=values["_STATS_FILE"] or Path(tempfile.gettempdir()) / f"farspark-stats-{os.getpid()}.json",
+        depth_policy=depth["_DEPTH_POLICY"],
+        depth_file=depth["_DEPTH_FILE"],
+        draft_ms=costs["_DRAFT_MS"],
+        round_ms=costs["_ROUND_MS"],
+        may_cut_n_out=values["_N_OUT"],
+        capture=capture,
+        capture_bytes=values["_CAPTURE_MIB"] << 20,
     )
 
 
@@ -224,8 +352,34 @@ def _value(setting: _Setting, environ: Mapping[str, str]) -> Any:
         return setting.default
     try:
         return setting.parse(text)
-    except ValueError:
-        raise ConfigError(f"{setting.name}={text!r}: expected {setting.expected}") from None
+    except (ValueError, KeyError) as error:
+        why = f"{error}; " if setting.explains else ""
+        raise ConfigError(f"{setting.name}={text!r}: {why}expected {setting.expected}") from None
+
+
+def _check_costs(policy: Policy, depth: DepthPolicy, file: Path | None, values: Mapping[str, Any]) -> None:
+    """A depth that is priced needs both costs, and none that contains the local drafter's. Raises ConfigError."""
+    try:
+        refuse_local_table(depth)
+    except ValueError as error:
+        raise ConfigError(f"{POLICY}={depth} with {PREFIX}_POLICY={policy.value}: {error}") from error
+    if file is None and not depth.mode.masks:
+        return
+    missing = [f"{PREFIX}{suffix}" for suffix in ("_DRAFT_MS", "_ROUND_MS") if values[suffix] is None]
+    if not missing:
+        return
+    asked = f"{POLICY}={depth}" if depth.mode.masks else f"{FILE}={str(file)!r}, which can switch to conf or confb,"
+    raise ConfigError(
+        f"{asked} with {PREFIX}_POLICY={policy.value} needs both {PREFIX}_DRAFT_MS and {PREFIX}_ROUND_MS; "
+        f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. Depth d is priced as ROUND_MS[d] + DRAFT_MS "
+        f"with the remote drafter's own figures, because {LOCAL_PREFIX}_ROUND_MS holds the local drafter's time too. Measure "
+        f"and set {'it' if len(missing) == 1 else 'them'}, or set {POLICY}=off"
+        + ("" if file is None else f" and unset {FILE}")
+    )
+
+
+def _ms_text(ms: tuple[float, ...]) -> str:
+    return ",".join(f"{one:g}" for one in ms)
 
 
 def _endpoints(text: str, bind: str | None) -> tuple[Endpoint, ...]:

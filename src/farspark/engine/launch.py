@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from farspark.engine.config import (
+    DEPTH_SETTINGS,
     FULL_ATTENTION_CONTEXT,
     FULL_ATTENTION_RING,
     MARKOV_CACHE,
@@ -65,8 +66,11 @@ class Launch:
         """Settings that say something, though no endpoint is set."""
         if self.config is not None:
             return ()
+        depth = {setting.name for setting in DEPTH_SETTINGS}
         return tuple(
-            name for name in sorted(self.environ) if name.startswith(f"{PREFIX}_") and self.environ[name].strip()
+            name
+            for name in sorted(self.environ)
+            if (name.startswith(f"{PREFIX}_") or name in depth) and self.environ[name].strip()
         )
 
 
@@ -173,9 +177,10 @@ def refuse_unloadable(launch: Launch) -> None:
 
 def explain(launch: Launch) -> Iterator[Row]:
     """Every value in force: first all settings of the engine's side, then whatever else the file sets."""
-    names = [setting.name for setting in SETTINGS]
+    settings = (*SETTINGS, *DEPTH_SETTINGS)
+    names = [setting.name for setting in settings]
     if launch.config is not None:
-        for setting in SETTINGS:
+        for setting in settings:
             text = launch.environ.get(setting.name, "").strip()
             if text:
                 yield Row(setting.name, text, _origin(launch, setting.name))
@@ -197,12 +202,13 @@ def _default_text(suffix: str, default: Any, config: EngineConfig) -> str:
     computed = {
         "_MARKOV_IDENTITY": config.markov_identity.hex() if any(config.markov_identity) else "not checked",
         "_WANT_MARGIN": _text(config.want_margin),
+        "_N_OUT": "auto",
         "_CONTEXT": f"the drafter's window; full attention: {FULL_ATTENTION_CONTEXT}",
         "_RING": f"the drafter's window; full attention: {FULL_ATTENTION_RING}",
         # Rank 0 need not be the process that is started here.
         "_STATS_FILE": f"{config.stats_file.parent}/farspark-stats-PID.json",
     }
-    return _text(default) if default is not None else computed.get(suffix, "not set")
+    return computed.get(suffix) or ("not set" if default is None else _text(default))
 
 
 def _text(value: Any) -> str:

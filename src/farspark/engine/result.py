@@ -1,7 +1,7 @@
 """The packed result of a round: one int32 buffer, the same on every rank, broadcast in one piece.
 
-`[outcome, n, ok[M], tokens[M * N], confidence bits[M * N]]`, M = slots, N = drafts. A row that is not ok holds token 0
-with confidence 0: a legal id, because whatever stands here reaches an embedding.
+`[outcome, n, ok[M], depth[M], tokens[M * N], confidence bits[M * N]]`, M = slots, N = drafts. A row that is not ok holds
+token 0 with confidence 0: a legal id, because whatever stands here reaches an embedding.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ class ResultLayout:
         return slice(2, 2 + self.max_requests)
 
     @property
+    def depths(self) -> slice:
+        return slice(self.ok.stop, self.ok.stop + self.max_requests)
+
+    @property
     def tokens(self) -> slice:
-        start = 2 + self.max_requests
+        start = self.depths.stop
         return slice(start, start + self.max_requests * self.num_drafts)
 
     @property
@@ -45,7 +49,7 @@ class ResultLayout:
 
     @property
     def size(self) -> int:
-        return 2 + self.max_requests + 2 * self.max_requests * self.num_drafts
+        return int(self.confidences.stop)
 
 
 class PackedResult:
@@ -57,6 +61,7 @@ class PackedResult:
         shape = (layout.max_requests, layout.num_drafts)
         self.buffer = buffer
         self.ok = buffer[layout.ok]  # [M], 0 or 1
+        self.depths = buffer[layout.depths]  # [M], how many of the drafts to verify
         self.tokens = buffer[layout.tokens].reshape(shape)  # [M, N]
         self.confidences = buffer[layout.confidences].view(np.float32).reshape(shape)  # [M, N]
 

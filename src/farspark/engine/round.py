@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,16 @@ import numpy.typing as npt
 from farspark.clock import Clock, Deadline
 from farspark.engine.breaker import Breaker, State
 from farspark.engine.client import Client, ClientState, Connection
+from farspark.engine.depth import NOut
+from farspark.engine.depth_control import DepthControl
 from farspark.engine.result import PackedResult, RoundOutcome
+from farspark.engine.shadow import JudgedChains
 from farspark.engine.shape import ModelShape
 from farspark.engine.slots import Increment, Send, Slots
 from farspark.errors import ProtocolError, Refused, TransportError
 from farspark.stats import Stats
 from farspark.wire.layout import EntryFlag, FrameStatus, RequestStatus, StepFlag
-from farspark.wire.messages import Entry, StepReply
+from farspark.wire.messages import Entry, Judge, Judgement, StepReply
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +72,14 @@ class LastDrafts:
 
     margins: npt.NDArray[np.float32] | None = None  # [M, N]
     entry_status: dict[int, RequestStatus] = field(default_factory=dict)  # by batch row
+    places: dict[int, int] = field(default_factory=dict)  # by batch row: its entry of the STEP
+    connection: Connection | None = None  # that the STEP went over
 
 
+# Names of the module, the flag a plain integer: members of enums and their operators are slow, and a round asks for
+# every entry.
+_NOT_NEEDED: Final = RequestStatus.NOT_NEEDED
+_NEED_DRAFT: Final = int(EntryFlag.NEED_DRAFT)
 # So many STEPs in a row without a reply, and the connection is given up.
 SILENT_STEPS: Final = 3
 
@@ -81,6 +90,17 @@ _ROUND_COUNTER: Final = {
     RoundOutcome.NOTHING: "rounds_ok",
 }
 
+# A request that wanted drafts and has none: the reply was late, none came, or (any other reason) what came was dropped.
+_UNDRAFTED: Final = {
+    "timeout": "undrafted_late",
+    "not_ready": "undrafted_none",
+    "disabled": "undrafted_none",
+    "cooldown": "undrafted_none",
+    "no_rows": "undrafted_none",
+    "reconnected": "undrafted_none",
+    "transport_error": "undrafted_none",
+}
+
 
 class RingReader(Protocol):
     def window(self, slot: int, first_pos: int, n_rows: int) -> memoryview:
@@ -88,8 +108,7 @@ class RingReader(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
+class _Planned(NamedTuple):
     row: int  # in the batch
     entry: Entry
     send: Send
@@ -121,12 +140,16 @@ class RemoteRound:
         stats: Stats,
         timeout_s: float,
         want_margin: bool,
+        depth: DepthControl | None = None,  # None: every draft is verified
+        n_out: NOut | None = None,  # None: every position is asked for
         clock: Clock = time.monotonic,
     ) -> None:
         self.slots = Slots(shape.slots, ring=shape.ring, context=shape.context)
         self.last_bad_reply: str | None = None
         self.last_drafts = LastDrafts()
         self.breaker = breaker
+        self.depth = depth or DepthControl(num_drafts=shape.num_drafts)
+        self._n_out = n_out
         self._client = client
         self._shape = shape
         self._ring = ring
@@ -149,13 +172,17 @@ class RemoteRound:
             )
             for request, row in zip(step.requests, step.meta, strict=True)
         ]
-        wanted = [bool(row[MetaColumn.SAMPLED]) for row in step.meta]
+        self._count_verified(step)
+        self.depth.look()
+        n_out = self._shape.num_drafts if self._n_out is None else self._n_out.of(n, self._shape.num_drafts)
+        wanted = [bool(row[MetaColumn.SAMPLED]) and n_out > 0 for row in step.meta]
         result.clear(RoundOutcome.FAILED if any(wanted) else RoundOutcome.NOTHING, n)
         try:
-            outcome = self._exchange(step, increments, wanted, result)
+            outcome = self._exchange(step, increments, wanted, n_out, result)
         except _RoundFailed as failed:
             self._stats.add(f"fallback_{failed.reason}")
             self._stats.add("rounds_failed")
+            self._count(_UNDRAFTED.get(failed.reason, "undrafted_dropped"), sum(wanted))
             if failed.is_attempt:
                 self._count_for_breaker(success=False)
             return result.outcome
@@ -163,7 +190,59 @@ class RemoteRound:
         if outcome is not RoundOutcome.NOTHING:
             self._count_for_breaker(success=outcome is not RoundOutcome.FAILED)
         self._stats.add(_ROUND_COUNTER[outcome])
+        if outcome is not RoundOutcome.NOTHING:
+            self._choose_depths(result, n, n_out)
         return outcome
+
+    def judge(self, rows: Sequence[int], chains: npt.NDArray[np.integer[Any]]) -> JudgedChains | None:
+        """What the worker's drafter thinks of `chains` [C, N], other drafts for these batch rows of the newest round.
+
+        None where the worker cannot say; never raises for what a worker or a network does. Not for the hot path.
+        """
+        last = self.last_drafts
+        connection = self._client.connection()
+        if connection is None or connection is not last.connection or not all(row in last.places for row in rows):
+            return None
+        tokens = np.ascontiguousarray(chains, dtype=np.int32).reshape(-1).data
+        judge = Judge(self._step_id, self._shape.num_drafts, [last.places[row] for row in rows], tokens)
+        why: str | None
+        try:
+            judgement = self._client.judge(connection, judge, Deadline.after(self._timeout_s, self._clock))
+        except Refused as refused:
+            why = str(refused)
+        except TimeoutError:
+            why = "no answer before the deadline"
+        except (TransportError, ProtocolError) as error:
+            why = str(error)
+            self._client.drop(connection, why)
+        else:
+            why = find_fault_of_judgement(judgement, judge, self._shape.vocab_size)
+            if why is None:
+                return JudgedChains.of(judgement)
+            self.last_bad_reply = why
+        self._stats.add("judge_failures")
+        logger.debug("farspark: JUDGE failed: %s", why)
+        return None
+
+    def _count_verified(self, step: RoundInput) -> None:
+        """Drafted is what was sent to verify; of that the valid rows less the anchor's were accepted."""
+        drafted = accepted = 0
+        for row, request in enumerate(step.requests):
+            if request.k_window:
+                drafted += request.k_window
+                accepted += max(int(step.meta[row, MetaColumn.VALID_ROWS]) - 1, 0)
+        self._count("drafted_tokens", drafted)
+        self._count("accepted_drafts", accepted)
+
+    def _choose_depths(self, result: PackedResult, n: int, n_out: int) -> None:
+        is_ok = result.ok[:n] != 0
+        depths = self.depth.choose(result.confidences[:n], is_ok, n_out)
+        result.depths[:n] = depths
+        self._count("drafts_cut", int(is_ok.sum()) * n_out - sum(depths))
+
+    def _count(self, name: str, amount: int) -> None:
+        if amount:
+            self._stats.add(name, amount)
 
     def _count_for_breaker(self, *, success: bool) -> None:
         before = self.breaker.state
@@ -182,12 +261,18 @@ class RemoteRound:
             logger.info("farspark: breaker closed, the worker answers again")
 
     def _exchange(
-        self, step: RoundInput, increments: Sequence[Increment], wanted: Sequence[bool], result: PackedResult
+        self,
+        step: RoundInput,
+        increments: Sequence[Increment],
+        wanted: Sequence[bool],
+        n_out: int,
+        result: PackedResult,
     ) -> RoundOutcome:
         connection = self._client.connection()
         if connection is None:
             # Nothing of this round reaches a worker, so whatever one holds has a gap from here on.
             self.slots.mark_all_dirty()
+            self.breaker.stayed_home()
             raise _RoundFailed("disabled" if self._client.state is ClientState.DISABLED else "not_ready")
         if connection.epoch != self._epoch:
             self.slots.mark_all_dirty()
@@ -197,9 +282,11 @@ class RemoteRound:
             for request in step.requests:
                 self.slots.mark_dirty(request.slot)
             raise _RoundFailed("cooldown")
-        planned = self._plan(step, increments, wanted, connection)
+        planned = self._plan(step, increments, wanted, n_out, connection)
         if not planned:
             raise _RoundFailed("no_rows")
+        if n_out < self._shape.num_drafts and any(wanted):
+            self._stats.add("rounds_n_out_cut")
         try:
             reply = self._send(connection, planned, step)
             self._check(reply, planned, connection)
@@ -211,7 +298,12 @@ class RemoteRound:
         return self._settle(reply, planned, wanted, result, connection)
 
     def _plan(
-        self, step: RoundInput, increments: Sequence[Increment], wanted: Sequence[bool], connection: Connection
+        self,
+        step: RoundInput,
+        increments: Sequence[Increment],
+        wanted: Sequence[bool],
+        n_out: int,
+        connection: Connection,
     ) -> list[_Planned]:
         planned = []
         packed_at = 0
@@ -226,7 +318,7 @@ class RemoteRound:
                 self.slots.mark_dirty(request.slot)
                 continue
             rows_left -= send.n_rows
-            flags = send.flags | (EntryFlag.NEED_DRAFT if wanted[row] else EntryFlag(0))
+            flags = send.flags | _NEED_DRAFT if wanted[row] else send.flags
             state = self.slots[request.slot]
             entry = Entry(
                 slot=request.slot,
@@ -237,6 +329,7 @@ class RemoteRound:
                 anchor_pos=send.first_pos + send.n_rows,
                 flags=flags,
                 k_window=request.k_window,
+                n_out=n_out if wanted[row] and n_out < self._shape.num_drafts else 0,
             )
             planned.append(_Planned(row, entry, send, here))
         return planned
@@ -342,11 +435,13 @@ class RemoteRound:
         margins = None if reply.margins is None else np.frombuffer(reply.margins, dtype=np.float32).reshape(shape)
         if margins is not None:
             self.last_drafts.margins = np.zeros(result.tokens.shape, dtype=np.float32)
+        self.last_drafts.connection = connection
         got = 0
         for index, (one, answer) in enumerate(zip(planned, reply.entries, strict=True)):
             self._stats.add(f"req_status_{answer.status.name.lower()}")
             self.slots.settle(one.entry.slot, answer.status, answer.window_rows)
             self.last_drafts.entry_status[one.row] = answer.status
+            self.last_drafts.places[one.row] = index
             if answer.status is RequestStatus.STALE_GENERATION:
                 self._stats.add("stale_generation_new_sessions")
                 self._client.drop(connection, f"slot {one.entry.slot}: the worker knows a newer generation")
@@ -360,6 +455,10 @@ class RemoteRound:
         needed = sum(wanted)
         if needed == 0:
             return RoundOutcome.NOTHING
+        if got < needed:
+            asked = sum(one.entry.needs_draft for one in planned)
+            self._count("undrafted_dropped", asked - got)
+            self._count("undrafted_none", needed - asked)
         if got == needed:
             return RoundOutcome.OK
         return RoundOutcome.SOME_FAILED if got else RoundOutcome.FAILED
@@ -382,40 +481,61 @@ def find_fault(
         return f"{len(reply.entries)} entries by {reply.num_drafts} drafts, asked were {len(entries)} by {num_drafts}"
     if want_margins != (reply.margins is not None):
         return f"margins {'missing' if want_margins else 'sent unasked'}"
-    for asked, answer in zip(entries, reply.entries, strict=True):
-        if (answer.slot, answer.generation) != (asked.slot, asked.generation):
-            return (
-                f"answer for slot {answer.slot} generation {answer.generation}, asked was slot {asked.slot} "
-                f"generation {asked.generation}"
-            )
-        if answer.window_rows > context:
-            return f"slot {answer.slot}: window of {answer.window_rows} rows, the context is {context}"
-        if answer.status.has_drafts and not asked.needs_draft:
-            return f"slot {answer.slot}: status {answer.status.name} though no draft was asked for"
-        if answer.status is RequestStatus.NOT_NEEDED and asked.needs_draft:
-            return f"slot {answer.slot}: status NOT_NEEDED though a draft was asked for"
     # Lists: for the few dozen values of a round plain Python is several times faster than as many numpy calls.
     tokens, confidences = reply.tokens.tolist(), reply.confidences.tolist()
+    stray: list[int] = []
+    end = 0
+    for asked, (slot, generation, window_rows, status) in zip(entries, reply.entries, strict=True):
+        if slot != asked.slot or generation != asked.generation:
+            return (
+                f"answer for slot {slot} generation {generation}, asked was slot {asked.slot} "
+                f"generation {asked.generation}"
+            )
+        if window_rows > context:
+            return f"slot {slot}: window of {window_rows} rows, the context is {context}"
+        if status.has_drafts:
+            if not asked.flags & _NEED_DRAFT:
+                return f"slot {slot}: status {status.name} though no draft was asked for"
+            wanted = asked.n_out or num_drafts
+        else:
+            if status is _NOT_NEEDED and asked.needs_draft:
+                return f"slot {slot}: status NOT_NEEDED though a draft was asked for"
+            wanted = 0
+        beyond, end = end + wanted, end + num_drafts
+        if beyond < end and (any(tokens[beyond:end]) or any(confidences[beyond:end])):
+            stray.append(slot)
     if min(tokens) < 0 or max(tokens) >= vocab_size:
-        return (
-            f"draft id {_first(tokens, num_drafts, lambda one: 0 <= one < vocab_size)}, the vocabulary has {vocab_size}"
-        )
-    # All of these are written so that NaN fails them.
-    if not all(0 <= one <= 1 for one in confidences):
-        return f"confidence {_first(confidences, num_drafts, lambda one: 0 <= one <= 1)}, expected 0 to 1"
+        wrong = [not 0 <= one < vocab_size for one in tokens]
+        return f"draft id {_first(tokens, wrong, num_drafts)}, the vocabulary has {vocab_size}"
+    # Where one of them is NaN, the least and the greatest may not tell, but the sum is NaN, which fails every comparison.
+    if not (min(confidences) >= 0 and max(confidences) <= 1 and sum(confidences) >= 0):
+        wrong = [not 0 <= one <= 1 for one in confidences]
+        return f"confidence {_first(confidences, wrong, num_drafts)}, expected 0 to 1"
     if reply.margins is not None:
         margins = reply.margins.tolist()
-        if not all(one >= 0 for one in margins):
-            return f"margin {_first(margins, num_drafts, lambda one: one >= 0)}, expected 0 or more"
-    for row, (asked, answer) in enumerate(zip(entries, reply.entries, strict=True)):
-        end = (row + 1) * num_drafts
-        beyond = row * num_drafts + ((asked.n_out or num_drafts) if answer.status.has_drafts else 0)
-        if any(tokens[beyond:end]) or any(confidences[beyond:end]):
-            return f"slot {answer.slot}: drafts past the positions asked for"
+        if not (min(margins) >= 0 and sum(margins) >= 0):
+            wrong = [not one >= 0 for one in margins]
+            return f"margin {_first(margins, wrong, num_drafts)}, expected 0 or more"
+    return f"slot {stray[0]}: drafts past the positions asked for" if stray else None
+
+
+def find_fault_of_judgement(judgement: Judgement, judge: Judge, vocab_size: int) -> str | None:
+    """Why `judgement` cannot be the answer to `judge`; None if it can."""
+    wanted = len(judge.places) * judge.num_drafts
+    if (judgement.step_id, judgement.num_drafts, len(judgement.best)) != (judge.step_id, judge.num_drafts, wanted):
+        return f"judgement of {len(judgement.best)} drafts of step {judgement.step_id}, asked were {wanted} of {judge.step_id}"
+    best, confidences = np.asarray(judgement.best), np.asarray(judgement.confidences)
+    if not ((best >= 0) & (best < vocab_size)).all():
+        return f"judgement with an id outside 0 .. {vocab_size - 1}"
+    for name, values in (("gap", np.asarray(judgement.gaps)), ("peak", np.asarray(judgement.peaks))):
+        if not (np.isfinite(values) & (values >= 0)).all():
+            return f"judgement with a {name} that is not finite or below 0"
+    if not ((confidences >= 0) & (confidences <= 1)).all():
+        return "judgement with a confidence outside 0 to 1"
     return None
 
 
-def _first(values: Sequence[float], num_drafts: int, is_right: Callable[[float], bool]) -> str:
-    """The first value that is not right, with its place."""
-    at = next(at for at, value in enumerate(values) if not is_right(value))
+def _first(values: Sequence[float], wrong: Sequence[bool], num_drafts: int) -> str:
+    """The first value that is wrong, with its place."""
+    at = wrong.index(True)
     return f"{values[at]} at entry {at // num_drafts}, position {at % num_drafts}"

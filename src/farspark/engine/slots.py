@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from farspark.wire.layout import EntryFlag, RequestStatus
+
+# Plain integers, as in `wire.messages`.
+_NEW_GEN: Final = int(EntryFlag.NEW_GEN)
+_RESYNC: Final = int(EntryFlag.RESYNC)
 
 
 @dataclass(slots=True)
@@ -24,8 +29,7 @@ class Slot:
     dirty: bool = False  # what the worker holds for it is unknown
 
 
-@dataclass(frozen=True, slots=True)
-class Increment:
+class Increment(NamedTuple):
     """The rows of one slot that this round's gather packed: positions `first_pos .. first_pos + n_rows - 1`."""
 
     first_pos: int
@@ -33,13 +37,12 @@ class Increment:
     is_trimmed: bool  # older rows of the same step were left out: they lie outside the context
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Which rows go to the worker, and with which flags."""
 
     first_pos: int
     n_rows: int
-    flags: EntryFlag
+    flags: int  # of EntryFlag
     from_ring: bool
 
 
@@ -78,12 +81,11 @@ class Slots:
         if state.announced and not state.dirty:
             # Rows outside the context were left out, so the packed ones do not continue the worker's window; they fill
             # the whole context, hence nothing that the reset forgets could have been seen.
-            flags = EntryFlag.NEW_GEN if increment.is_trimmed else EntryFlag(0)
-            return Send(increment.first_pos, increment.n_rows, flags, from_ring=False)
+            return Send(increment.first_pos, increment.n_rows, _NEW_GEN if increment.is_trimmed else 0, from_ring=False)
         in_ring = state.end - state.ring_first
         if in_ring > increment.n_rows:
-            return Send(state.ring_first, in_ring, EntryFlag.NEW_GEN | EntryFlag.RESYNC, from_ring=True)
-        return Send(increment.first_pos, increment.n_rows, EntryFlag.NEW_GEN, from_ring=False)
+            return Send(state.ring_first, in_ring, _NEW_GEN | _RESYNC, from_ring=True)
+        return Send(increment.first_pos, increment.n_rows, _NEW_GEN, from_ring=False)
 
     def settle(self, slot: int, status: RequestStatus, window_rows: int) -> None:
         """The worker answered for `slot`; after a partial window resend only if the ring has more to give."""

@@ -7,13 +7,14 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from farspark.engine.config import read_config
+from farspark.engine.config import EngineConfig, read_config
 from farspark.engine.vllm.overlay import BRANCH, OVERLAID, difference, make_overlay
-from farspark.engine.vllm.plugin import warn_of_dropped_blocks
+from farspark.engine.vllm.plugin import check_cached_blocks
 from farspark.engine.vllm.versions import record_for
 from farspark.errors import ConfigError
 
@@ -184,11 +185,44 @@ def test_PLUGIN_LOAD_set_the_branch_reads_the_settings_and_a_wrong_one_stops_the
 def test_APC_LOSS_what_an_overlay_cannot_reach_is_said_and_only_where_something_is_lost(
     policy: str, version: str, executor: str, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = {"": "tcp://127.0.0.1:1", "_IDENTITY": "11" * 32, "_POLICY": policy}
+    check_cached_blocks(engine_config(policy), record_for(version), vllm_config(executor))
+    assert [f"executor {executor}" in line for line in caplog.messages] == [True] * is_said
+
+
+@pytest.mark.parametrize(
+    ("version", "remedy"), [("0.25.1", "use the plugin"), ("0.32.0", '"disable_eagle_block_drop"')]
+)
+def test_APC_LOSS_an_overlay_that_must_keep_cached_blocks_and_cannot_does_not_start(version: str, remedy: str) -> None:
+    config = engine_config("capacity", _KEEP_CACHED_BLOCKS="1")
+    with pytest.raises(
+        ConfigError, match=f"^VLLM_DSPARK_REMOTE_KEEP_CACHED_BLOCKS=1: an overlay .*executor mp.*{remedy}"
+    ):
+        check_cached_blocks(config, record_for(version), vllm_config("mp"))
+    check_cached_blocks(config, record_for(version), vllm_config("uni"))
+    check_cached_blocks(config, record_for("0.33.0"), vllm_config("mp"))
+
+
+def test_APC_LOSS_where_vllm_or_the_settings_decided_an_overlay_has_nothing_to_say(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kept_by_vllm = vllm_config("mp", disable_eagle_block_drop=True)
+    check_cached_blocks(engine_config("capacity", _KEEP_CACHED_BLOCKS="1"), record_for("0.32.0"), kept_by_vllm)
+    check_cached_blocks(engine_config("capacity", _KEEP_CACHED_BLOCKS="0"), record_for("0.32.0"), vllm_config("mp"))
+    assert not caplog.messages
+
+
+def engine_config(policy: str, **more: str) -> EngineConfig:
+    settings = {"": "tcp://127.0.0.1:1", "_IDENTITY": "11" * 32, "_POLICY": policy} | more
     config = read_config({f"VLLM_DSPARK_REMOTE{suffix}": value for suffix, value in settings.items()})
     assert config is not None
-    warn_of_dropped_blocks(config, record_for(version), executor)
-    assert [f"executor {executor}" in line for line in caplog.messages] == [True] * is_said
+    return config
+
+
+def vllm_config(executor: str, **speculative: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(distributed_executor_backend=executor),
+        speculative_config=SimpleNamespace(**speculative),
+    )
 
 
 # Stands for Docker's mount: the overlay is found where vLLM's own file would be.

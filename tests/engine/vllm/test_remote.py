@@ -147,7 +147,7 @@ def test_only_rank_0_has_a_connection_and_buffers(make_ranks: Any) -> None:
 def test_every_rank_gets_the_drafts_of_rank_0(make_ranks: Any) -> None:
     ranks = make_ranks(2)
     answer_with(ranks.drafters[0], [[1, 2, 3], [4, 5, 6]])
-    for tokens, confidences, _ in ranks.step():
+    for tokens, confidences, *_ in ranks.step():
         assert tokens.tolist() == [[1, 2, 3], [4, 5, 6]]
         assert confidences.tolist() == [[0.5] * 3] * 2
 
@@ -184,7 +184,7 @@ def test_tp_agree_an_exception_on_rank_0_still_broadcasts_once_per_step_and_the_
     plant(ranks.drafters[0])
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
-            for tokens, confidences, _ in ranks.step():
+            for tokens, confidences, *_ in ranks.step():
                 assert tokens.tolist() == [[0, 0, 0]] * 2
                 assert confidences.tolist() == [[0, 0, 0]] * 2
     assert len(ranks.sent) == 4
@@ -200,7 +200,7 @@ def test_tp_agree_an_exception_on_rank_0_still_broadcasts_once_per_step_and_the_
 
 def test_without_a_worker_a_round_brings_nothing_and_says_why(make_ranks: Any) -> None:
     ranks = make_ranks(2)
-    for tokens, confidences, _ in ranks.step():
+    for tokens, confidences, *_ in ranks.step():
         assert not tokens.any()
         assert not confidences.any()
     counters = ranks.drafters[0].snapshot()["counters"]

@@ -45,6 +45,8 @@ def written_as(record: HookPoints) -> Text:
         files[path] = text
     fields = "\n".join(f"    {name}: object" for name in sorted(versions.INPUT_BATCH_FIELDS))
     files["v1/worker/gpu/input_batch.py"] = f"class InputBatch:\n{fields}\n"
+    fields = "\n".join(f"    {name}: object" for name in sorted(versions.SCHEDULER_OUTPUT_FIELDS))
+    files["v1/core/sched/output.py"] = f"class SchedulerOutput:\n{fields}\n"
     files["_version.py"] = f"__version__ = version = '{record.version}+cpu'\n"
     return Text(files)
 

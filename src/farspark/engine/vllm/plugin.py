@@ -28,8 +28,8 @@ def register() -> None:
     global _is_registered
     if not os.environ.get(_SWITCH, "").strip() or _is_registered:
         return
-    config, _ = _prepare()
-    _replace_init_speculator(config)
+    config, record = _prepare()
+    _replace_init_speculator(config, record)
     _is_registered = True
 
 
@@ -42,13 +42,13 @@ def speculator_for_overlay(vllm_config: Any, device: Any) -> Any:
     """
     config, record = _prepare()
     _log_where_vllm_logs()
-    warn_of_dropped_blocks(config, record, vllm_config.parallel_config.distributed_executor_backend)
-    return _make_speculator(config, vllm_config, device)
+    check_cached_blocks(config, record, vllm_config)
+    return _make_speculator(config, record, vllm_config, device)
 
 
 def _prepare() -> tuple[EngineConfig, HookPoints]:
     """Read the settings, check this vLLM, and change what is changed for the whole process; once more changes nothing more."""
-    from farspark.engine.config import Policy, read_config
+    from farspark.engine.config import KeepCachedBlocks, Policy, read_config
     from farspark.engine.vllm.kv_groups import keep_cached_blocks
     from farspark.engine.vllm.versions import check_hook_points, installed_sources, record_for
 
@@ -57,27 +57,37 @@ def _prepare() -> tuple[EngineConfig, HookPoints]:
     sources = installed_sources()
     record = check_hook_points(sources) if sources else record_for(None)
     _refuse_old_runner()
-    if config.policy is Policy.CAPACITY:
+    if config.policy is Policy.CAPACITY and config.keep_cached_blocks is not KeepCachedBlocks.NEVER:
         keep_cached_blocks(record.cached_block_drop)
     return config, record
 
 
-def warn_of_dropped_blocks(config: EngineConfig, record: HookPoints, executor: Any) -> None:
-    """Say that an engine with `executor` loses cached blocks under an overlay, if `config` and `record` make it so."""
-    from farspark.engine.config import Policy
+def check_cached_blocks(config: EngineConfig, record: HookPoints, vllm_config: Any) -> None:
+    """Under an overlay: whether capacity keeps the last block of a prefix-cache hit in this engine. Raises ConfigError where it
+    was told to and cannot; says so where it only cannot."""
+    from farspark.engine.config import PREFIX, KeepCachedBlocks, Policy
     from farspark.engine.vllm.versions import CachedBlockDrop
+    from farspark.errors import ConfigError
 
-    is_scheduled_elsewhere = executor not in ("uni", "external_launcher")
+    executor = vllm_config.parallel_config.distributed_executor_backend
     if (
-        config.policy is Policy.CAPACITY
-        and is_scheduled_elsewhere
-        and record.cached_block_drop is not CachedBlockDrop.NONE
+        config.policy is not Policy.CAPACITY
+        or config.keep_cached_blocks is KeepCachedBlocks.NEVER
+        or record.cached_block_drop is CachedBlockDrop.NONE
+        or executor in ("uni", "external_launcher")  # scheduled in this process
+        or getattr(vllm_config.speculative_config, "disable_eagle_block_drop", False)
     ):
-        logging.getLogger(__name__).warning(
-            "farspark: an overlay does not reach the process that schedules (executor %s), so prefix-cache hits lose their "
-            "last block; the plugin keeps it",
-            executor,
-        )
+        return
+    remedy = "use the plugin, which reaches it"
+    if record.cached_block_drop is CachedBlockDrop.BY_CONFIG:
+        remedy += ', or add "disable_eagle_block_drop": true to the speculative config'
+    sentence = (
+        f"an overlay does not reach the process that schedules (executor {executor}), so prefix-cache hits lose their last "
+        f"block; {remedy}"
+    )
+    if config.keep_cached_blocks is KeepCachedBlocks.ALWAYS:
+        raise ConfigError(f"{PREFIX}_KEEP_CACHED_BLOCKS=1: {sentence}")
+    logging.getLogger(__name__).warning("farspark: %s", sentence)
 
 
 def _refuse_old_runner() -> None:
@@ -99,7 +109,7 @@ def _log_where_vllm_logs() -> None:
         ours.propagate = False
 
 
-def _replace_init_speculator(config: EngineConfig) -> None:
+def _replace_init_speculator(config: EngineConfig, record: HookPoints) -> None:
     import vllm.v1.worker.gpu.spec_decode as spec_decode
 
     original = spec_decode.init_speculator
@@ -113,7 +123,7 @@ def _replace_init_speculator(config: EngineConfig) -> None:
             )
             return original(vllm_config, device, *rest, **more)
         _log_where_vllm_logs()
-        return _make_speculator(config, vllm_config, device)
+        return _make_speculator(config, record, vllm_config, device)
 
     spec_decode.init_speculator = init_speculator
     # The runner imported the function by name, perhaps before this plugin was loaded.
@@ -122,7 +132,9 @@ def _replace_init_speculator(config: EngineConfig) -> None:
         runner.init_speculator = init_speculator  # type: ignore[attr-defined]
 
 
-def _make_speculator(config: EngineConfig, vllm_config: Any, device: Any) -> Any:
+def _make_speculator(config: EngineConfig, record: HookPoints, vllm_config: Any, device: Any) -> Any:
+    from farspark.engine.config import Policy
+    from farspark.engine.vllm.mtp_buffer import reclaim_after_load
     from farspark.engine.vllm.remote import Admissions
     from farspark.engine.vllm.speculator import make_speculator
 
@@ -131,6 +143,8 @@ def _make_speculator(config: EngineConfig, vllm_config: Any, device: Any) -> Any
     _note_admissions(admissions)
     speculator = make_speculator(config, vllm_config, device, admissions)
     _serve_after_warmup(speculator.remote)
+    if config.policy is Policy.CAPACITY and config.reclaims_mtp_buffer:
+        reclaim_after_load(record, lambda found: speculator.remote.note(mtp_buffer=found))
     return speculator
 
 
@@ -215,6 +229,7 @@ def _serve_after_warmup(remote: RemoteDrafter) -> None:
                 depth -= 1
             if depth == 0:
                 _check_gates(self.model_runner, remote)
+                _act_on_depths(self.model_runner, remote)
                 remote.start_serving()
             return result
 
@@ -223,6 +238,19 @@ def _serve_after_warmup(remote: RemoteDrafter) -> None:
     for worker_class in _with_subclasses(WorkerBase):
         if "compile_or_warm_up_model" in worker_class.__dict__:
             wrap(worker_class)
+
+
+def _act_on_depths(runner: Any, remote: RemoteDrafter) -> None:
+    from farspark.engine.config import Policy
+    from farspark.engine.vllm.depths import price_remote_round, verify_fewer
+
+    config = remote.config
+    if config.policy is Policy.SHADOW:
+        return
+    verify_fewer(runner, remote, is_async=runner.vllm_config.scheduler_config.async_scheduling)
+    adaptive = getattr(runner, "adaptive_verification", None)
+    if adaptive is not None and config.depth_policy.mode.masks and config.draft_ms is not None:
+        price_remote_round(adaptive, config.draft_ms)
 
 
 def _with_subclasses(root: Any) -> list[Any]:

@@ -8,20 +8,26 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+import farspark
 from farspark.clock import Deadline
 from farspark.engine.breaker import Breaker
+from farspark.engine.capture import CaptureHeader, CaptureWriter
 from farspark.engine.client import Client
-from farspark.engine.config import EngineConfig, OnFail
+from farspark.engine.config import EngineConfig, OnFail, Policy
+from farspark.engine.depth import OFF, POLICY, plan_n_out
+from farspark.engine.depth_control import DepthControl
+from farspark.engine.gather.forms import make_gather
 from farspark.engine.gather.layout import GatherShape
-from farspark.engine.gather.torch_gather import StepTensors, TorchGather
+from farspark.engine.gather.torch_gather import StepTensors
 from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
 from farspark.engine.round import Phase, RemoteRound, RoundInput, RoundRequest
 from farspark.engine.shadow import ShadowComparison
@@ -65,6 +71,10 @@ class Admissions:
         """Raises KeyError for a slot that nobody was admitted to."""
         return self._owners[slot]
 
+    def get(self, slot: int) -> Hashable:
+        """None for a slot that nobody was admitted to."""
+        return self._owners.get(slot)
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -81,6 +91,7 @@ class RemoteDrafts(NamedTuple):
     tokens: torch.Tensor  # int32 [n, N]
     confidences: torch.Tensor  # float32 [n, N]
     ok: torch.Tensor  # bool [n]; rows that are not ok hold zeros
+    depths: torch.Tensor  # int32 [n]; how many of a row's drafts to verify
 
 
 class RoundFailedError(FarsparkError):
@@ -91,11 +102,36 @@ class Rank0:
     """What only the rank that talks has: the device buffers, the connection, the statistics. Owned by the engine thread."""
 
     def __init__(
-        self, config: EngineConfig, shape: ModelShape, max_tokens: int, device: torch.device, engine: str
+        self,
+        config: EngineConfig,
+        shape: ModelShape,
+        max_tokens: int,
+        device: torch.device,
+        engine: str,
+        caps: Sequence[int] | None,
     ) -> None:
         self.config = config
         self.stats = Stats()
-        self.gather = TorchGather(
+        is_shadow = config.policy is Policy.SHADOW
+        self.n_out = plan_n_out(
+            config.depth_policy,
+            has_file=config.depth_file is not None,
+            is_shadow=is_shadow,
+            is_allowed=config.may_cut_n_out,
+            caps=caps,
+            num_drafts=shape.num_drafts,
+        )
+        # Shadow changes no schedule.
+        self.depth = DepthControl(
+            OFF if is_shadow else config.depth_policy,
+            num_drafts=shape.num_drafts,
+            costs=config.depth_costs(),
+            file=None if is_shadow else config.depth_file,
+            stats=self.stats,
+        )
+        self._say_depth(is_shadow)
+        self.gather_form = make_gather(
+            config.fused_gather,
             GatherShape(
                 max_requests=shape.slots,
                 max_tokens=max_tokens,
@@ -105,6 +141,12 @@ class Rank0:
                 ring=shape.ring,
             ),
             device,
+        )
+        self.gather = self.gather_form.gather
+        logger.info(
+            "farspark: gather in %s: %s",
+            "one Triton launch" if self.gather_form.is_fused else "torch operations",
+            self.gather_form.reason,
         )
         hello = shape.hello(
             engine=engine,
@@ -119,6 +161,7 @@ class Rank0:
             backoff_s=config.backoff_s,
             backoff_max_s=config.backoff_max_s,
             stats=self.stats,
+            token=config.token,
         )
         self.round = RemoteRound(
             client=self.client,
@@ -128,7 +171,20 @@ class Rank0:
             stats=self.stats,
             timeout_s=config.timeout_s,
             want_margin=config.want_margin,
+            depth=self.depth,
+            n_out=self.n_out,
         )
+
+    def _say_depth(self, is_shadow: bool) -> None:
+        config = self.config
+        if is_shadow and (config.depth_policy != OFF or config.depth_file is not None):
+            logger.info(
+                "farspark: %s=%s has no effect in shadow, which changes no schedule", POLICY, config.depth_policy
+            )
+        elif not is_shadow:
+            logger.info("farspark: depth %r, costs %s", self.depth, config.depth_costs())
+        table = list(self.n_out.by_requests) if self.n_out.by_requests else "all"
+        logger.info("farspark: positions to draft by number of requests: %s; %s", table, self.n_out.reason)
 
     def start(self) -> None:
         self.client.start()
@@ -159,11 +215,14 @@ class RemoteDrafter:
         admissions: Admissions,
         engine: str,
         facts: Mapping[str, Any],
+        caps: Sequence[int] | None = None,  # the dynamic speculation schedule's, by number of requests; index 0 unused
     ) -> None:
+        """Raises ConfigError for settings that do not fit `shape`."""
+        config.check_depths(shape.num_drafts)
         self.config = config
         self.shape = shape
         self.shadow = ShadowComparison(shape.num_drafts)
-        self.rank0 = Rank0(config, shape, max_tokens, device, engine) if tp.rank == 0 else None
+        self.rank0 = Rank0(config, shape, max_tokens, device, engine, caps) if tp.rank == 0 else None
         self._tp = tp
         self._admissions = admissions
         self._facts = dict(facts)
@@ -178,15 +237,24 @@ class RemoteDrafter:
         self._is_serving = False
         self._off_because: str | None = None
         self._rounds = 0
+        self._depths: dict[int, tuple[Hashable, int]] = {}  # by slot: whose, and how many drafts to verify
+        self._undecided: list[int] = []  # slots of the newest round, until its depths are read
         self._stats_file = StatsFile(config.stats_file)
+        self._capture: CaptureWriter | None = None
         self._written_at = float("-inf")
         if self.rank0 is not None:
             self.rank0.start()
+            if config.capture is not None:
+                self._capture = self._open_capture(config.capture, engine)
             atexit.register(self.close)
 
     def start_serving(self) -> None:
         """Warm-up is over: steps from now on are requests of users."""
         self._is_serving = True
+
+    def note(self, **facts: Any) -> None:
+        """What else the stats file is to hold, under these names."""
+        self._facts |= facts
 
     @property
     def is_serving(self) -> bool:
@@ -232,21 +300,47 @@ class RemoteDrafter:
             raise RoundFailedError(
                 "VLLM_DSPARK_REMOTE_ON_FAIL=raise: a round brought no drafts; rank 0's log and statistics say why"
             )
-        return RemoteDrafts(tokens, confidences, self._result_device[self._layout.ok][:n].bool())
+        depths = self._result_device[self._layout.depths][:n]
+        self._undecided = [int(slot) for slot in batch.slots]
+        return RemoteDrafts(tokens, confidences, self._result_device[self._layout.ok][:n].bool(), depths)
 
     def outcome(self) -> RoundOutcome:
         """Of the newest round, the same on every rank. Waits for the device."""
         return RoundOutcome(int(self._result_device[0]))
 
-    def note_local_fallback(self) -> None:
-        """A local draft stood in for what the worker did not bring."""
+    def depth_of(self, slot: int) -> int:
+        """How many drafts of the request in `slot` are worth verifying, from what was broadcast; the same on every rank.
+
+        Waits for the device on ranks other than 0. N for a request that no round has had.
+        """
+        if self._undecided:
+            self._read_depths()
+        owner, depth = self._depths.get(slot, (None, self.shape.num_drafts))
+        return depth if owner == self._admissions.get(slot) else self.shape.num_drafts
+
+    def _read_depths(self) -> None:
+        if self.rank0 is not None and self._off_because is None:
+            depths = self._result.depths.tolist()
+        else:
+            depths = self._result_device[self._layout.depths].tolist()
+        for slot, depth in zip(self._undecided, depths, strict=False):
+            self._depths[slot] = (self._admissions.get(slot), depth)
+        self._undecided = []
+
+    def note_local_fallback(
+        self, local: torch.Tensor | None = None, local_confidences: torch.Tensor | None = None
+    ) -> None:
+        """A local draft [n, N] stood in for what the worker did not bring."""
         if self.rank0 is not None:
             self.rank0.stats.add("local_fallback_rounds")
+            if local is not None:
+                self._record_local(local, local_confidences)
 
     def compare(self, local: torch.Tensor, local_confidences: torch.Tensor | None) -> None:
         """Compare the local drafts [n, N] of this step with the remote ones. Rank 0 only; waits for the local drafter."""
         if self.rank0 is None or self._off_because is not None:
             return
+        self._record_local(local, local_confidences)
         last = self.rank0.round.last_drafts
         n = local.shape[0]
         # After a prefix-cache hit the worker misses rows that the local drafter's cache has: its drafts are other ones by
@@ -257,9 +351,15 @@ class RemoteDrafter:
         if not ok.any():
             return
         margins = last.margins
+        ours, theirs = local.cpu().numpy()[ok], self._result.tokens[:n][ok]
+        different = self.shadow.differing(ours, theirs)
+        # Equal blocks need no judge, and without margins the worker keeps nothing to judge by.
+        can_judge = len(different) > 0 and margins is not None
+        rows = np.flatnonzero(ok)[different].tolist()
         self.shadow.observe(
-            local.cpu().numpy()[ok],
-            self._result.tokens[:n][ok],
+            ours,
+            theirs,
+            judged=self.rank0.round.judge(rows, ours[different]) if can_judge else None,
             margins=None if margins is None else margins[:n][ok],
             local_confidences=None if local_confidences is None else local_confidences.float().cpu().numpy()[ok],
             remote_confidences=self._result.confidences[:n][ok],
@@ -281,6 +381,8 @@ class RemoteDrafter:
                 if rank0.round.run(step, self._result) is not RoundOutcome.FAILED:
                     # Without the wait for the target's own step: what a round costs on top of it.
                     rank0.stats.record_us("rank0_round_us", gather_us + (time.perf_counter() - started) * 1e6)
+                self._keep_local_depths(rank0, len(batch.slots))
+                self._record(rank0, step)
             self._report(rank0)
         except Exception:
             self._turn_off()
@@ -290,8 +392,50 @@ class RemoteDrafter:
             self._result_device.zero_()
             self._result_device[0] = int(RoundOutcome.FAILED)
             self._result_device[1] = len(batch.slots)
+            if self.config.policy is not Policy.CAPACITY:
+                self._result_device[self._layout.depths] = self.shape.num_drafts
         elif self._result_host is not self._result_device:
             self._result_device.copy_(self._result_host, non_blocking=True)
+
+    def _keep_local_depths(self, rank0: Rank0, n: int) -> None:
+        """Where a local drafter stands in, a row that the worker failed has drafts all the same, of unknown confidence."""
+        if self.config.policy is not Policy.CAPACITY:
+            self._result.depths[:n][self._result.ok[:n] == 0] = rank0.depth.without_confidences
+
+    def _open_capture(self, path: Path, engine: str) -> CaptureWriter:
+        assert self.rank0 is not None
+        header = CaptureHeader(
+            shape=self.shape,
+            identity=self.config.identity,
+            markov_identity=self.config.markov_identity,
+            policy=self.config.policy.value,
+            engine=engine,
+            farspark=farspark.__version__,
+        )
+        logger.info("farspark: rounds are recorded in %s, up to %d MiB", path, self.config.capture_bytes >> 20)
+        return CaptureWriter(path, header, limit_bytes=self.config.capture_bytes, stats=self.rank0.stats)
+
+    def _record(self, rank0: Rank0, step: RoundInput) -> None:
+        """Give the round that is over to the capture; its local drafts follow where there are any."""
+        if self._capture is None:
+            return
+        n, last, result = len(step.requests), rank0.round.last_drafts, self._result
+        self._capture.round(
+            self._rounds,
+            step,
+            result.outcome,
+            ok=result.ok[:n],
+            tokens=result.tokens[:n],
+            confidences=result.confidences[:n],
+            margins=None if last.margins is None else last.margins[:n],
+            statuses=last.entry_status,
+        )
+
+    def _record_local(self, drafts: torch.Tensor, confidences: torch.Tensor | None) -> None:
+        if self._capture is not None:
+            self._capture.local(
+                drafts.cpu().numpy(), None if confidences is None else confidences.float().cpu().numpy()
+            )
 
     def _requests(self, batch: Batch) -> list[RoundRequest]:
         drafts = batch.num_drafts
@@ -367,7 +511,13 @@ class RemoteDrafter:
                 "context": self.shape.context,
                 "ring": self.shape.ring,
             },
+            **verification(snapshot["counters"]),
+            "depth": rank0.depth.snapshot(),
+            "n_out_by_reqs": list(rank0.n_out.by_requests) if rank0.n_out.by_requests else None,
+            "n_out_reason": rank0.n_out.reason,
+            "fused_gather": {"on": rank0.gather_form.is_fused, "check": rank0.gather_form.reason},
             "shadow": self.shadow.snapshot(),
+            **({"capture": self._capture.snapshot()} if self._capture is not None else {}),
             **self._facts,
         }
         return snapshot
@@ -377,5 +527,19 @@ class RemoteDrafter:
         if self.rank0 is None:
             return
         atexit.unregister(self.close)
+        if self._capture is not None:
+            self._capture.close()
         self._stats_file.write(self.snapshot())
         self.rank0.client.close()
+
+
+def verification(counters: Mapping[str, int]) -> dict[str, Any]:
+    """What was sent to verify, what of it was accepted, and the traffic that it took; None where nothing was yet."""
+    drafted, accepted = counters.get("drafted_tokens", 0), counters.get("accepted_drafts", 0)
+    traffic = counters.get("bytes_sent", 0) + counters.get("bytes_received", 0)
+    return {
+        "drafted_tokens": drafted,
+        "accepted_drafts": accepted,
+        "acceptance_rate": round(accepted / drafted, 4) if drafted else None,
+        "bytes_per_accepted_token": round(traffic / accepted, 1) if accepted else None,
+    }

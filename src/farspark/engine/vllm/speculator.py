@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import logging
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
@@ -25,6 +25,7 @@ from farspark.engine.config import EngineConfig, Policy, ShadowUse
 from farspark.engine.gather.torch_gather import StepTensors
 from farspark.engine.result import RoundOutcome
 from farspark.engine.shape import ModelShape
+from farspark.engine.vllm.depths import worth_verifying
 from farspark.engine.vllm.remote import Admissions, Batch, RemoteDrafter, RemoteDrafts, TpGroup
 from farspark.errors import ConfigError
 
@@ -68,7 +69,21 @@ def make_remote(
         admissions=admissions,
         engine=f"vllm {vllm_config.model_config.model}"[-200:],
         facts={"not_allocated": not_allocated(vllm_config)} if config.policy is Policy.CAPACITY else {},
+        caps=schedule_caps(vllm_config),
     )
+
+
+def schedule_caps(vllm_config: VllmConfig) -> list[int] | None:
+    """The dynamic speculation schedule's cap by number of requests, index 0 unused; None where none is configured."""
+    speculative = vllm_config.speculative_config
+    if speculative.num_speculative_tokens_per_batch_size is None:
+        return None
+    caps: list[int] = build_dynamic_sd_schedule_lookup(
+        speculative.num_speculative_tokens_per_batch_size,
+        vllm_max_batch_size=vllm_config.scheduler_config.max_num_seqs,
+        vllm_num_speculative_tokens=speculative.num_speculative_tokens,
+    )
+    return caps
 
 
 def model_shape(config: EngineConfig, vllm_config: VllmConfig) -> ModelShape:
@@ -134,47 +149,89 @@ def weight_bytes(model: str) -> int | None:
     return sum(file.stat().st_size for file in files) or None
 
 
-def step_tensors(
-    input_batch: Any,
-    aux_hidden_states: list[torch.Tensor] | None,
-    num_sampled: torch.Tensor,
-    num_rejected: torch.Tensor,
-    last_sampled: torch.Tensor,
-    next_prefill_tokens: torch.Tensor,
-    *,
-    context: int,
-    num_speculative_tokens: int | None,
-) -> StepTensors:
-    n = input_batch.num_reqs
-    return StepTensors(
-        hidden=aux_hidden_states or (),
-        positions=input_batch.positions,
-        query_start_loc=input_batch.query_start_loc[: n + 1],
-        slots=input_batch.idx_mapping[:n],
-        num_sampled=num_sampled,
-        num_rejected=num_rejected,
-        last_sampled=last_sampled,
-        next_prefill_tokens=next_prefill_tokens,
-        row_bound=int(input_batch.num_scheduled_tokens[:n].clip(max=context).sum()),
-        # The rows of a round that wants no drafts are needed all the same: the next block reads them.
-        wants_drafts=num_speculative_tokens is None or num_speculative_tokens > 0,
-    )
+LocalDraft = Callable[[int | None], torch.Tensor]
 
 
-def batch_of(input_batch: Any) -> Batch:
-    n = input_batch.num_reqs
-    return Batch(
-        input_batch.idx_mapping_np[:n], input_batch.num_scheduled_tokens[:n], input_batch.num_draft_tokens_per_req
-    )
+class _Remote:
+    """What all policies have in common: the remote drafter around `propose`. In front of vLLM's class in the order of bases."""
+
+    remote: RemoteDrafter
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        *rest: Any,
+        dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
+        **more: Any,
+    ) -> torch.Tensor:
+        n = input_batch.num_reqs
+        step = StepTensors(
+            hidden=aux_hidden_states or (),
+            positions=input_batch.positions,
+            query_start_loc=input_batch.query_start_loc[: n + 1],
+            slots=input_batch.idx_mapping[:n],
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            last_sampled=last_sampled,
+            next_prefill_tokens=next_prefill_tokens,
+            row_bound=int(input_batch.num_scheduled_tokens[:n].clip(max=self.remote.shape.context).sum()),
+            # The rows of a round that wants no drafts are needed all the same: the next block reads them.
+            wants_drafts=num_speculative_tokens is None or num_speculative_tokens > 0,
+        )
+
+        def local(num_drafts: int | None) -> torch.Tensor:
+            known = {} if num_drafts is None or not _TAKES_NUM_DRAFTS else {"num_speculative_tokens": num_drafts}
+            drafts: torch.Tensor = super(_Remote, self).propose(  # type: ignore[misc]
+                input_batch,
+                attn_metadata,
+                slot_mappings,
+                last_hidden_states,
+                aux_hidden_states,
+                num_sampled,
+                num_rejected,
+                last_sampled,
+                next_prefill_tokens,
+                *rest,
+                dummy_run=dummy_run,
+                **more,
+                **known,
+            )
+            return drafts
+
+        if dummy_run or not self.remote.is_serving:
+            self.remote.rehearse(step)
+            return self._rehearsed(local, n, num_speculative_tokens)
+        # Ahead of a local draft on the stream, so that the worker drafts while the device does.
+        self.remote.begin(step)
+        batch = Batch(
+            input_batch.idx_mapping_np[:n], input_batch.num_scheduled_tokens[:n], input_batch.num_draft_tokens_per_req
+        )
+        return self._drafts(local, batch, num_speculative_tokens)
+
+    def _rehearsed(self, local: LocalDraft, n: int, num_drafts: int | None) -> torch.Tensor:
+        """The drafts [n, N] of a step that is no user's."""
+        raise NotImplementedError
+
+    def _drafts(self, local: LocalDraft, batch: Batch, num_drafts: int | None) -> torch.Tensor:
+        """The drafts to verify, [n, N]. `local(k)` runs the local drafter: k = 0 keeps its context current and drafts nothing."""
+        raise NotImplementedError
 
 
-class CapacitySpeculator(BaseSpeculator):  # type: ignore[misc]
+class CapacitySpeculator(_Remote, BaseSpeculator):  # type: ignore[misc]
     """No draft model, no draft attention layer, no graphs: what is verified comes from the worker, or is nothing.
 
     Not a DraftModelSpeculator, so the runner never asks it to load a model or to set up attention.
     """
-
-    remote: RemoteDrafter
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         speculative = vllm_config.speculative_config
@@ -194,122 +251,27 @@ class CapacitySpeculator(BaseSpeculator):  # type: ignore[misc]
     def capture(self, *captured: Any) -> None:
         """Nothing of a remote draft is captured."""
 
-    @torch.inference_mode()
-    def propose(
-        self,
-        input_batch: Any,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        next_prefill_tokens: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        *rest: Any,
-        dummy_run: bool = False,
-        is_profile: bool = False,
-        num_speculative_tokens: int | None = None,
-        **more: Any,
-    ) -> torch.Tensor:
-        n = input_batch.num_reqs
-        step = step_tensors(
-            input_batch,
-            aux_hidden_states,
-            num_sampled,
-            num_rejected,
-            last_sampled,
-            next_prefill_tokens,
-            context=self.remote.shape.context,
-            num_speculative_tokens=num_speculative_tokens,
-        )
-        drafts, confidences = self.draft_tokens[:n], self.draft_token_confidence_probs[:n]
-        if dummy_run or not self.remote.is_serving:
-            self.remote.rehearse(step)
-            # The runner writes -1 past the drafts that it schedules.
-            drafts.zero_()
-            confidences.zero_()
-            return drafts
-        self.remote.begin(step)
-        remote = self.remote.finish(batch_of(input_batch))
-        drafts.copy_(remote.tokens)
-        confidences.copy_(remote.confidences)
-        return drafts
+    def _rehearsed(self, local: LocalDraft, n: int, num_drafts: int | None) -> torch.Tensor:
+        # The runner writes -1 past the drafts that it schedules.
+        self.draft_token_confidence_probs[:n].zero_()
+        return self.draft_tokens[:n].zero_()
+
+    def _drafts(self, local: LocalDraft, batch: Batch, num_drafts: int | None) -> torch.Tensor:
+        remote = self.remote.finish(batch)
+        n = len(batch.slots)
+        self.draft_token_confidence_probs[:n].copy_(worth_verifying(remote))
+        return self.draft_tokens[:n].copy_(remote.tokens)
 
 
-class _WithLocalDrafter(DSparkSpeculator):  # type: ignore[misc]
+class _WithLocalDrafter(_Remote, DSparkSpeculator):  # type: ignore[misc]
     """vLLM's own drafter as it is, and the remote one beside it. What becomes of the two is the policy's."""
 
-    remote: RemoteDrafter
+    def _rehearsed(self, local: LocalDraft, n: int, num_drafts: int | None) -> torch.Tensor:
+        return local(num_drafts)
 
-    @torch.inference_mode()
-    def propose(
-        self,
-        input_batch: Any,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        next_prefill_tokens: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        *rest: Any,
-        dummy_run: bool = False,
-        is_profile: bool = False,
-        num_speculative_tokens: int | None = None,
-        **more: Any,
-    ) -> torch.Tensor:
-        step = step_tensors(
-            input_batch,
-            aux_hidden_states,
-            num_sampled,
-            num_rejected,
-            last_sampled,
-            next_prefill_tokens,
-            context=self.remote.shape.context,
-            num_speculative_tokens=num_speculative_tokens,
-        )
-        propose_locally = functools.partial(
-            super().propose,
-            input_batch,
-            attn_metadata,
-            slot_mappings,
-            last_hidden_states,
-            aux_hidden_states,
-            num_sampled,
-            num_rejected,
-            last_sampled,
-            next_prefill_tokens,
-            temperature,
-            seeds,
-            *rest,
-            dummy_run=dummy_run,
-            is_profile=is_profile,
-            **more,
-        )
-
-        def local(num_drafts: int | None) -> torch.Tensor:
-            known = {} if num_drafts is None or not _TAKES_NUM_DRAFTS else {"num_speculative_tokens": num_drafts}
-            drafts: torch.Tensor = propose_locally(**known)
-            return drafts
-
-        if dummy_run or not self.remote.is_serving:
-            self.remote.rehearse(step)
-            return local(num_speculative_tokens)
-        # Ahead of the local draft on the stream, so that the worker drafts while the device does.
-        self.remote.begin(step)
-        return self._drafts(local, input_batch, num_speculative_tokens)
-
-    def _drafts(
-        self, local: Callable[[int | None], torch.Tensor], input_batch: Any, num_drafts: int | None
-    ) -> torch.Tensor:
-        """The drafts to verify, [n, N]. `local(k)` runs the local drafter: k = 0 keeps its context current and drafts nothing."""
-        raise NotImplementedError
+    def _local_confidences(self, n: int) -> torch.Tensor | None:
+        """[n, N], where this vLLM computes them."""
+        return self.draft_token_confidence_probs[:n] if getattr(self, "use_confidence_head", False) else None
 
     def _take_remote(self, drafts: torch.Tensor, remote: RemoteDrafts) -> None:
         """Put the worker's drafts, where there are any, into the places of `drafts` [n, N]."""
@@ -318,46 +280,38 @@ class _WithLocalDrafter(DSparkSpeculator):  # type: ignore[misc]
         confidences = getattr(self, "draft_token_confidence_probs", None)
         if confidences is not None:
             mine = confidences[: len(drafts)]
-            mine.copy_(torch.where(usable, remote.confidences, mine))
+            mine.copy_(torch.where(usable, worth_verifying(remote), mine))
 
 
 class ShadowSpeculator(_WithLocalDrafter):
     """The local drafter runs every round and both are compared. Outputs and schedules are the local drafter's, unless the
     settings ask for the remote drafts."""
 
-    def _drafts(
-        self, local: Callable[[int | None], torch.Tensor], input_batch: Any, num_drafts: int | None
-    ) -> torch.Tensor:
+    def _drafts(self, local: LocalDraft, batch: Batch, num_drafts: int | None) -> torch.Tensor:
         clock = _LocalClock(self.device)
         drafts: torch.Tensor = local(num_drafts)
         clock.stop()
-        remote = self.remote.finish(batch_of(input_batch))
-        self.remote.compare(drafts, self._local_confidences(input_batch.num_reqs))
+        remote = self.remote.finish(batch)
+        self.remote.compare(drafts, self._local_confidences(len(batch.slots)))
         if self.remote.rank0 is not None:
             self.remote.rank0.stats.record_us("local_propose_us", clock.us())
         if self.remote.config.shadow_use is ShadowUse.REMOTE:
             self._take_remote(drafts, remote)
         return drafts
 
-    def _local_confidences(self, n: int) -> torch.Tensor | None:
-        """[n, N], where this vLLM computes them."""
-        return self.draft_token_confidence_probs[:n] if getattr(self, "use_confidence_head", False) else None
-
 
 class ResilienceSpeculator(_WithLocalDrafter):
     """Remote drafts are verified. The local drafter's context is kept current every round, so that it can stand in at once,
     exactly, for what the worker did not bring; where vLLM allows it, it drafts only then."""
 
-    def _drafts(
-        self, local: Callable[[int | None], torch.Tensor], input_batch: Any, num_drafts: int | None
-    ) -> torch.Tensor:
+    def _drafts(self, local: LocalDraft, batch: Batch, num_drafts: int | None) -> torch.Tensor:
         drafts: torch.Tensor = local(0)  # a vLLM that cannot skip the draft has drafted here
-        remote = self.remote.finish(batch_of(input_batch))
+        remote = self.remote.finish(batch)
         # Decided by what was broadcast, so every rank runs the local draft or none does.
         if self.remote.outcome() in (RoundOutcome.FAILED, RoundOutcome.SOME_FAILED) and num_drafts != 0:
             if _TAKES_NUM_DRAFTS:
                 drafts = local(num_drafts)
-            self.remote.note_local_fallback()
+            self.remote.note_local_fallback(drafts, self._local_confidences(len(batch.slots)))
         self._take_remote(drafts, remote)
         return drafts
 

@@ -18,11 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from farspark.engine.vllm.mtp_uses import MTP_GETTER, BufferUse, buffer_uses
 from farspark.errors import ConfigError
 
 RUNNER: Final = "v1/worker/gpu/model_runner.py"
 _SPEC_DECODE: Final = "v1/worker/gpu/spec_decode"
 _INPUT_BATCH: Final = "v1/worker/gpu/input_batch.py"
+# What the runner calls last on a loaded target, before it notes how much memory loading took.
+LAST_TOUCH: Final = "set_eagle3_aux_hidden_state_layers"
+_LAST_TOUCH: Final = f"{_SPEC_DECODE}/eagle/eagle3_utils.py::{LAST_TOUCH}"
+_SCHEDULER_OUTPUT: Final = "v1/core/sched/output.py"
 _VERSION_FILE: Final = "_version.py"
 
 _PROPOSE_HEAD: Final = (
@@ -37,6 +42,11 @@ _PROPOSE_0_32: Final = (
     f"{_PROPOSE_HEAD}, dp_sync_state=None, dummy_run=False, skip_attn_for_dummy_run=False, mm_inputs=None, "
     "is_profile=False, num_speculative_tokens=None"
 )
+_EXECUTE_0_25: Final = (
+    "self, scheduler_output, intermediate_tensors=None, dummy_run=False, skip_attn_for_dummy_run=False, "
+    "is_profile=False"
+)
+_EXECUTE_0_32: Final = f"{_EXECUTE_0_25}, context_len=0, valid_dummy_state_slots=False, randomize_inputs=False"
 _ADD_REQUEST: Final = "self, req_id, prompt_len, all_token_ids, num_computed_tokens, max_tokens"
 
 # Tests of the method's name, or of something that follows from it, outside the models. `method` stays "dspark" with
@@ -129,10 +139,65 @@ class HookPoints:
     speculator_attributes: frozenset[str]  # read from the speculator by the runner
     gates: frozenset[str]  # "path::qualified name" of every test on the method
     cached_block_drop: CachedBlockDrop
+    mtp_buffer: Mapping[str, BufferUse]  # "path::qualified name" of every function that touches the MTP buffer
 
+    @property
+    def mtp_buffer_may_be_none(self) -> bool:
+        """Whether this version can do without the buffer; else something must stand where it was."""
+        return BufferUse.READS not in self.mtp_buffer.values()
+
+
+def _mtp_models(
+    family: str, model: str, language_model: str, platforms: Sequence[str], forward: BufferUse = BufferUse.ASKS
+) -> dict[str, BufferUse]:
+    """A family's model files that have the buffer, one to a platform."""
+    return {
+        f"models/{family}/{platform}/model.py::{name}": use
+        for platform in platforms
+        for name, use in (
+            (f"{model}.__init__", BufferUse.SETS),
+            (f"{model}.forward", forward),
+            (f"{language_model}.{MTP_GETTER}", BufferUse.RETURNS),
+        )
+    }
+
+
+_MTP_BUFFER_0_25: Final = _mtp_models(
+    "deepseek_v4", "DeepseekV4Model", "DeepseekV4ForCausalLM", ("amd", "nvidia", "xpu"), BufferUse.READS
+) | {
+    f"{RUNNER}::GPUModelRunner._dummy_run": BufferUse.READS,
+    f"{RUNNER}::GPUModelRunner.sample_tokens": BufferUse.READS,
+}
+_MTP_BUFFER_0_32: Final = (
+    _mtp_models("deepseek_v4", "DeepseekV4Model", "DeepseekV4ForCausalLM", ("amd", "cpu", "nvidia", "xpu"))
+    | _mtp_models("deepseek_v41", "DeepseekV4Model", "DeepseekV41LLMForCausalLM", ("amd", "nvidia"))
+    | _mtp_models("qwen4_exp", "Qwen4ExpModel", "Qwen4ExpForCausalLM", ("amd", "nvidia"))
+    | {
+        f"models/{path}.{MTP_GETTER}": BufferUse.RETURNS
+        for path in (
+            "deepseek_v4/common/vl_model.py::DeepseekV4ForConditionalGeneration",
+            "deepseek_v41/amd/vl_model.py::DeepseekV41ForCausalLM",
+            "deepseek_v41/nvidia/vl_model.py::DeepseekV41ForCausalLM",
+            "qwen4_exp/amd/model.py::Qwen4ExpForConditionalGeneration",
+            "qwen4_exp/nvidia/model.py::Qwen4ExpForConditionalGeneration",
+        )
+    }
+    | {
+        f"{_SPEC_DECODE}/speculator.py::_target_feeds_hc_residual": BufferUse.ASKS,
+        f"{_SPEC_DECODE}/utils.py::get_drafter_hidden_states": BufferUse.ASKS,
+    }
+)
+_MTP_BUFFER_0_33: Final = _MTP_BUFFER_0_32 | {
+    "models/deepseek_v41/nvidia/specialized_decode/runtime/decode.py::SpecializedDecode._head": BufferUse.ASKS
+}
 
 _COMMON: Final = {
     f"{RUNNER}::GPUModelRunner.sample_tokens": "self, grammar_output",
+    f"{RUNNER}::GPUModelRunner.take_draft_token_ids": "self",
+    "v1/core/sched/scheduler.py::Scheduler.update_draft_token_ids": "self, draft_token_ids",
+    "v1/spec_decode/dynamic/utils.py::build_dynamic_sd_schedule_lookup": (
+        "num_speculative_tokens_per_batch_size, vllm_max_batch_size, vllm_num_speculative_tokens"
+    ),
     "v1/worker/gpu/states.py::RequestState.remove_request": "self, req_id",
     "v1/worker/gpu/states.py::RequestState.add_request": _ADD_REQUEST,
     f"{_SPEC_DECODE}/dspark/speculator.py::DSparkSpeculator.__init__": "self, vllm_config, device",
@@ -144,6 +209,13 @@ _COMMON: Final = {
     "distributed/parallel_state.py::GroupCoordinator.broadcast": "self, input_, src=0",
 }
 _SINCE_0_32: Final = {
+    f"{RUNNER}::GPUModelRunner.execute_model": _EXECUTE_0_32,
+    f"{_SPEC_DECODE}/adaptive_verification.py::AdaptiveVerificationManager.record_confidences": (
+        "self, confidence_probs, input_batch"
+    ),
+    f"{_SPEC_DECODE}/adaptive_verification.py::AdaptiveVerificationManager.get_num_tokens": (
+        "self, num_tokens_per_req, draft_tokens"
+    ),
     f"{_SPEC_DECODE}/__init__.py::init_speculator": "vllm_config, device, req_states",
     f"{_SPEC_DECODE}/speculator.py::BaseSpeculator.propose": _PROPOSE_0_32,
     f"{_SPEC_DECODE}/dflash/speculator.py::DFlashSpeculator.propose": _PROPOSE_0_32,
@@ -160,6 +232,7 @@ RECORDS: Final[tuple[HookPoints, ...]] = (
         version="0.25.1",
         signatures=_COMMON
         | {
+            f"{RUNNER}::GPUModelRunner.execute_model": _EXECUTE_0_25,
             f"{_SPEC_DECODE}/__init__.py::init_speculator": "vllm_config, device",
             f"{_SPEC_DECODE}/speculator.py::BaseSpeculator.propose": _PROPOSE_0_25,
             f"{_SPEC_DECODE}/dflash/speculator.py::DFlashSpeculator.propose": _PROPOSE_0_25,
@@ -176,6 +249,7 @@ RECORDS: Final[tuple[HookPoints, ...]] = (
                 "pcp_world_size=1, metrics_collector=None, watermark=0.0"
             ),
             f"{_SPEC_DECODE}/eagle/eagle3_utils.py::get_eagle3_aux_layers_from_config": "spec_config",
+            _LAST_TOUCH: "model, spec_config",
         },
         speculator_attributes=_ATTRIBUTES_0_25,
         gates=_GATES_EVERYWHERE
@@ -185,10 +259,11 @@ RECORDS: Final[tuple[HookPoints, ...]] = (
             "v1/core/kv_cache_utils.py::_annotate_eagle_groups_deepseek_v4",
         },
         cached_block_drop=CachedBlockDrop.BY_SCHEDULER,
+        mtp_buffer=_MTP_BUFFER_0_25,
     ),
     HookPoints(
         version="0.32.0",
-        signatures=_COMMON | _SINCE_0_32,
+        signatures=_COMMON | _SINCE_0_32 | {_LAST_TOUCH: "model, spec_config"},
         speculator_attributes=_ATTRIBUTES_0_32,
         gates=_GATES_EVERYWHERE
         | _GATES_SINCE_0_32
@@ -199,10 +274,11 @@ RECORDS: Final[tuple[HookPoints, ...]] = (
             "v1/core/kv_cache_utils.py::_warn_if_unannotated_eagle_mamba",
         },
         cached_block_drop=CachedBlockDrop.BY_CONFIG,
+        mtp_buffer=_MTP_BUFFER_0_32,
     ),
     HookPoints(
         version="0.33.0",
-        signatures=_COMMON | _SINCE_0_32,
+        signatures=_COMMON | _SINCE_0_32 | {_LAST_TOUCH: "model, spec_config, use_pp=False"},
         speculator_attributes=_ATTRIBUTES_0_32,
         gates=_GATES_EVERYWHERE
         | _GATES_SINCE_0_32
@@ -217,6 +293,7 @@ RECORDS: Final[tuple[HookPoints, ...]] = (
             "v1/worker/gpu/spec_decode/eagle/eagle3_utils.py::requires_aux_hidden_states",
         },
         cached_block_drop=CachedBlockDrop.NONE,
+        mtp_buffer=_MTP_BUFFER_0_33,
     ),
 )
 
@@ -231,6 +308,17 @@ INPUT_BATCH_FIELDS: Final = frozenset(
         "positions",
         "query_start_loc",
         "req_ids",
+    }
+)
+
+# Fields of the scheduler's output that decide how many drafts are verified, in every version.
+SCHEDULER_OUTPUT_FIELDS: Final = frozenset(
+    {
+        "has_structured_output_requests",
+        "num_invalid_spec_tokens",
+        "num_scheduled_tokens",
+        "scheduled_spec_decode_tokens",
+        "total_num_scheduled_tokens",
     }
 )
 
@@ -319,11 +407,13 @@ def check_hook_points(sources: Sources) -> HookPoints:
 
 
 def check_everything(sources: Sources) -> HookPoints:
-    """`check_hook_points`, and that vLLM tests the method's name in no place but the recorded ones (reads every file)."""
+    """`check_hook_points`, and that vLLM tests the method's name in no place but the recorded ones, and touches the MTP buffer in
+    no other way (reads every file)."""
     record = check_hook_points(sources)
     found = frozenset(find_gates(sources))
     problems = [f"a test on the method at {gate} is not recorded" for gate in sorted(found - record.gates)]
     problems += [f"the recorded test on the method at {gate} is not there" for gate in sorted(record.gates - found)]
+    problems += mtp_buffer_differences(sources, record)
     if problems:
         raise ConfigError(f"vLLM {record.version}: {'; '.join(problems)}")
     return record
@@ -348,9 +438,13 @@ def _attribute_differences(sources: Sources, record: HookPoints) -> Iterator[str
     found = speculator_attributes(ast.parse(sources.read(RUNNER) or ""))
     for name in sorted(found ^ record.speculator_attributes):
         yield f"{RUNNER} {'reads' if name in found else 'does not read'} `speculator.{name}`"
-    fields = _annotated_fields(ast.parse(sources.read(_INPUT_BATCH) or ""), "InputBatch")
-    for name in sorted(INPUT_BATCH_FIELDS - fields):
-        yield f"{_INPUT_BATCH}::InputBatch has no field {name}"
+    for path, class_name, needed in (
+        (_INPUT_BATCH, "InputBatch", INPUT_BATCH_FIELDS),
+        (_SCHEDULER_OUTPUT, "SchedulerOutput", SCHEDULER_OUTPUT_FIELDS),
+    ):
+        fields = _annotated_fields(ast.parse(sources.read(path) or ""), class_name)
+        for name in sorted(needed - fields):
+            yield f"{path}::{class_name} has no field {name}"
 
 
 def _find(tree: ast.AST, qualified: Sequence[str]) -> ast.FunctionDef | None:
@@ -429,6 +523,25 @@ def _gates_in(node: ast.AST, scope: tuple[str, ...]) -> Iterator[str]:
         yield from _gates_in(child, (*scope, child.name) if is_scope else scope)  # type: ignore[attr-defined]
 
 
+def mtp_buffer_differences(sources: Sources, record: HookPoints) -> Iterator[str]:
+    """What is not as recorded about the MTP buffer, as sentences (reads every file)."""
+    found = dict(find_mtp_buffer_uses(sources))
+    for name in sorted(found.keys() | record.mtp_buffer.keys()):
+        was, now = record.mtp_buffer.get(name), found.get(name)
+        if was is not now:
+            yield (
+                f"{name} {now.value if now else 'does not touch'} the MTP buffer, recorded is "
+                f"that it {was.value if was else 'does not touch'} it"
+            )
+
+
+def find_mtp_buffer_uses(sources: Sources) -> Iterator[tuple[str, BufferUse]]:
+    """Every function of the models and of the V2 runner that touches the MTP buffer."""
+    for path in sources.paths():
+        if path.startswith(("models/", "model_executor/models/", "v1/worker/gpu/")):
+            yield from ((f"{path}::{name}", use) for name, use in buffer_uses(sources.read(path) or ""))
+
+
 def main(arguments: Sequence[str]) -> int:
     """Check the vLLM named on the command line, or the installed one, and say what was found."""
     if arguments and Path(arguments[0]).is_file():
@@ -448,7 +561,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     print(
         f"vLLM {record.version}: {len(record.signatures)} signatures, {len(record.speculator_attributes)} attributes, "
-        f"{len(record.gates)} tests on the method, all as recorded"
+        f"{len(record.gates)} tests on the method, {len(record.mtp_buffer)} users of the MTP buffer, all as recorded"
     )
     return 0
 
