@@ -2,7 +2,8 @@
 
 The job names the models, the engine's arguments and a list of phases; a phase submits prompts (token ids), may abort some of
 them, and may pause between steps: then `paused NAME` is printed and a line is awaited, so that whoever started this process
-can kill or start a worker at a known place. Everything but these lines goes to stderr.
+can kill or start a worker at a known place. The line is `go`, or `until STATE` for a pause that lasts until rank 0's connection
+is in that state. Everything but these lines goes to stderr.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from tests.vllm import mtp_stand_in
+
 ENGINE_ENV = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "TRITON_INTERPRET": "1",
@@ -25,6 +28,8 @@ ENGINE_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 RESULT = "result "
+UNTIL = "until "
+UNTIL_S = 20.0
 
 
 def main() -> None:
@@ -42,6 +47,8 @@ def run(job: dict[str, Any], protocol: TextIO) -> tuple[dict[str, Any], Any]:
     """The result and the engine, which is still up."""
     from vllm import LLM
 
+    if job.get("mtp_buffer"):
+        mtp_stand_in.add_mtp_buffer()
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "enforce_eager": True,
@@ -60,12 +67,18 @@ def run(job: dict[str, Any], protocol: TextIO) -> tuple[dict[str, Any], Any]:
     began = time.monotonic()
     llm = LLM(model=job["target"], **(arguments | job.get("engine", {})))
     started_s = time.monotonic() - began
-    recorder = Recorder(runner_of(llm).speculator) if job.get("record_drafts") else None
-    phases = {phase["name"]: run_phase(llm.llm_engine, phase, protocol, recorder) for phase in job["phases"]}
+    recorder = (
+        Recorder(runner_of(llm).speculator, spoils=bool(job.get("spoil_drafts"))) if job.get("record_drafts") else None
+    )
+    phases = {}
+    for phase in job["phases"]:
+        if "as_if_scheduled_ahead" in phase:
+            act_on_depths(runner_of(llm), as_if_scheduled_ahead=phase["as_if_scheduled_ahead"])
+        phases[phase["name"]] = run_phase(llm.llm_engine, phase, protocol, recorder)
     result = {
         "started_s": round(started_s, 1),
         "phases": phases,
-        "metrics": {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")},
+        "metrics": metrics(llm.llm_engine),
         "facts": facts(llm),
     }
     return result, llm
@@ -86,6 +99,7 @@ def run_phase(engine: Any, phase: dict[str, Any], protocol: TextIO, recorder: Re
     limits = phase["max_tokens"]
     tokens: dict[str, list[int]] = {}
     cached: dict[str, int] = {}
+    step_s: list[float] = []
     began, step = time.monotonic(), 0
     while waiting or engine.has_unfinished_requests():
         for index in [index for index in waiting if joins.get(index, 0) <= step]:
@@ -96,10 +110,18 @@ def run_phase(engine: Any, phase: dict[str, Any], protocol: TextIO, recorder: Re
             engine.add_request(f"{phase['name']}-{index}", {"prompt_token_ids": waiting.pop(index)}, params)
         if step in pauses:
             protocol.write(f"paused {pauses[step]}\n")
-            sys.stdin.readline()
+            answer = sys.stdin.readline().strip()
+            if answer.startswith(UNTIL):
+                assert recorder is not None
+                recorder.wait_until(answer.removeprefix(UNTIL))
         if step in aborts:
             engine.abort_request([f"{phase['name']}-{aborts[step]}"])
-        for output in engine.step():
+        if recorder is not None:
+            recorder.step = step
+        stepped = time.monotonic()
+        outputs = engine.step()
+        step_s.append(round(time.monotonic() - stepped, 3))
+        for output in outputs:
             name = output.request_id.rsplit("-", 1)[-1] if "-" not in phase["name"] else output.request_id
             tokens[name] = list(output.outputs[0].token_ids)
             cached[name] = output.num_cached_tokens or 0
@@ -109,15 +131,28 @@ def run_phase(engine: Any, phase: dict[str, Any], protocol: TextIO, recorder: Re
         "cached": cached,
         "steps": step,
         "seconds": round(time.monotonic() - began, 2),
+        "step_s": step_s,
         "drafts": recorder.drafts if recorder else [],
+        "counters": recorder.counters() if recorder else {},
+        "metrics": metrics(engine),
     }
 
 
-class Recorder:
-    """Every draft while it is on: request, anchor position, ids that the engine got; with a remote also the worker's."""
+def metrics(engine: Any) -> dict[str, float]:
+    """What vLLM itself has counted so far."""
+    return {metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")}
 
-    def __init__(self, speculator: Any) -> None:
+
+class Recorder:
+    """Every draft while it is on: request, step, anchor position, ids that the engine got; with a remote also the worker's.
+
+    `spoils`: the engine gets other ids than were recorded, so that it refuses them, makes one token a step, and drafts at every
+    position.
+    """
+
+    def __init__(self, speculator: Any, *, spoils: bool = False) -> None:
         self.is_on = False
+        self.step = 0
         self.drafts: list[dict[str, Any]] = []
         self._speculator = speculator
         propose = speculator.propose
@@ -126,9 +161,25 @@ class Recorder:
             drafts = propose(input_batch, *rest, **more)
             if self.is_on:
                 self._record(input_batch, rest[4], rest[5], drafts)
+            if spoils:
+                drafts.zero_()
             return drafts
 
         speculator.propose = recording_propose
+
+    def wait_until(self, state: str) -> None:
+        """Until the connection to the worker is in `state`. Raises TimeoutError."""
+        client = self._speculator.remote.rank0.client
+        ends = time.monotonic() + UNTIL_S
+        while client.state.value != state:
+            if time.monotonic() > ends:
+                raise TimeoutError(f"the connection is {client.state.value}, not {state}, after {UNTIL_S:g} s")
+            time.sleep(0.01)
+
+    def counters(self) -> dict[str, int]:
+        """Rank 0's counters so far; none without a remote."""
+        remote = getattr(self._speculator, "remote", None)
+        return {} if remote is None else dict(remote.rank0.stats.counters())
 
     def _record(self, input_batch: Any, num_sampled: Any, num_rejected: Any, drafts: Any) -> None:
         remote = getattr(self._speculator, "remote", None)
@@ -141,6 +192,7 @@ class Recorder:
             one: dict[str, Any] = {
                 # vLLM appends a random part to the id that it was given.
                 "request": req_id.rsplit("-", 1)[0] if req_id.count("-") > 1 else req_id,
+                "step": self.step,
                 "position": int(starts[row]) + valid,
                 "drafts": drafts[row].tolist(),
             }
@@ -157,6 +209,15 @@ def runner_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
+def act_on_depths(runner: Any, *, as_if_scheduled_ahead: bool) -> None:
+    """Have depths acted on as under asynchronous scheduling, which vLLM does not do on the CPU, or as without."""
+    from farspark.engine.vllm.depths import verify_fewer
+
+    for wrapped in ("take_draft_token_ids", "execute_model"):
+        vars(runner).pop(wrapped, None)  # the class has vLLM's own
+    verify_fewer(runner, runner.speculator.remote, is_async=as_if_scheduled_ahead)
+
+
 def facts(llm: Any) -> dict[str, Any]:
     """What this process can say about the engine inside it."""
     with contextlib.suppress(AttributeError):
@@ -171,7 +232,11 @@ def facts(llm: Any) -> dict[str, Any]:
             "attention_layers": sorted(layers),
             "kv_cache_tensors": len(runner.kv_caches),
             "kv_cache_blocks": runner.kv_cache_config.num_blocks,
+            "kv_cache_groups": sorted(
+                type(group.kv_cache_spec).__name__ for group in runner.kv_cache_config.kv_cache_groups
+            ),
             "allocated_bytes": _allocated_bytes(),
+            "mtp_buffer": mtp_stand_in.facts_of(runner.model),
             "draft_parameters": sum(p.numel() for p in speculator.model.parameters()) if speculator else 0,
             "farspark_modules": sorted(name for name in sys.modules if name.startswith("farspark.")),
         }

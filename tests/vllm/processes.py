@@ -45,6 +45,11 @@ class Worker:
         self._port = 0
         self._process: subprocess.Popen[bytes] | None = None
 
+    def start_at(self, endpoint: str) -> None:
+        """`start` where another worker was."""
+        self._port = _port_of(endpoint)
+        self.start()
+
     def start(self) -> None:
         """Returns once the worker is ready to serve."""
         self._ready_file.unlink(missing_ok=True)
@@ -62,7 +67,7 @@ class Worker:
                 self.kill()
                 raise RuntimeError(f"the worker did not become ready:\n{self._log.read_text()[-3000:]}")
             time.sleep(0.05)
-        self._port = int(self.endpoint.rsplit(":", 1)[1])
+        self._port = _port_of(self.endpoint)
 
     @property
     def endpoint(self) -> str:
@@ -79,16 +84,21 @@ class Worker:
         self._process.send_signal(number)
 
 
+def _port_of(endpoint: str) -> int:
+    return int(endpoint.rsplit(":", 1)[1])
+
+
 def run_engine(
     job: Mapping[str, Any],
     settings: Mapping[str, str] | None = None,
     *,
     environment: Mapping[str, str] | None = None,
-    on_pause: Callable[[str], None] | None = None,
+    on_pause: Callable[[str], str | None] | None = None,
     timeout_s: float = 420.0,
 ) -> dict[str, Any]:
     """The result of `job` (see engine_run.py) with `settings` in the environment (of the CPU engine); its stderr is in "log".
 
+    `on_pause` is called with each pause's name, and says in which state of the connection the engine goes on, or None: at once.
     Raises RuntimeError with the end of that log where the engine fails, TimeoutError where it takes too long.
     """
     if environment is None:
@@ -115,7 +125,7 @@ def run_engine(
 
 
 def _converse(
-    process: subprocess.Popen[bytes], log: bytearray, on_pause: Callable[[str], None] | None, ends: float
+    process: subprocess.Popen[bytes], log: bytearray, on_pause: Callable[[str], str | None] | None, ends: float
 ) -> dict[str, Any]:
     assert process.stdin is not None
     assert process.stdout is not None
@@ -145,8 +155,9 @@ def _converse(
                             # What the engine's processes still say at their end, but no longer than this.
                             ends = time.monotonic() + EXIT_S
                         elif text.startswith("paused ") and on_pause is not None:
-                            on_pause(text.removeprefix("paused "))
-                            process.stdin.write(b"go\n")
+                            state = on_pause(text.removeprefix("paused "))
+                            answer = "go" if state is None else engine_run.UNTIL + state
+                            process.stdin.write(answer.encode() + b"\n")
                             process.stdin.flush()
     if result is None:
         raise RuntimeError(f"the engine failed:\n{_tail(log)}")

@@ -27,9 +27,8 @@ pytestmark = pytest.mark.vllm
 N = 5
 # Two steps of bf16 between 16 and 32, where the logits of the agreeable pair lie: a smaller margin is a tie.
 BF16_TIE = 0.25
-# In float32 the two drafters differ only by the bf16 of the rows on the wire: one step of bf16 between 4 and 8, where the
-# random pair's largest logits lie, and 2 % of their spread.
-FLOAT32_TIE = 0.1
+# In float32 the two drafters differ by the bf16 of the rows on the wire alone.
+FLOAT32_TIE = 0.01
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -250,7 +249,8 @@ def test_shadow_returns_the_local_drafts_unchanged(shadow: dict[str, Any], local
 def test_shadow_statistics_agree_and_hold_no_divergence(shadow: dict[str, Any]) -> None:
     found = shadow["stats"]["shadow"]
     assert found["blocks"] > 100
-    assert found["diverged"] == 0
+    assert found["equal_or_tie_rate"] >= 0.995
+    assert found["far_diverged"] == 0
     assert found["full_block_agree_rate"] >= 0.9
     assert shadow["stats"]["counters"]["shadow_partial_windows"] == len(shadow["phases"]["cachedagain"]["drafts"])
     assert shadow["stats"]["latency"]["local_propose_us"]["count"] > 0
@@ -371,7 +371,7 @@ def test_drafts_in_float32_are_the_local_ones_through_preemptions(exact: dict[st
     drafts = run["phases"]["crowd"]["drafts"]
     assert len(drafts) >= 190
     assert all(one["ok"] for one in drafts)
-    assert share_equal(((one["drafts"], one) for one in drafts), FLOAT32_TIE) >= 0.85
+    assert share_equal(((one["drafts"], one) for one in drafts), FLOAT32_TIE) >= 0.98
     assert run["stats"]["counters"].get("req_status_partial_window", 0) == 0
 
 
@@ -383,7 +383,7 @@ def test_drafts_in_float32_are_the_local_ones_after_the_windows_were_sent_again(
     resumed = [one for one in drafts[first_failed:] if one["ok"]]
     assert len(resumed) >= 30
     assert run["stats"]["counters"]["resync_rows"] >= 2 * 30
-    assert share_equal(((one["drafts"], one) for one in resumed), FLOAT32_TIE) >= 0.85
+    assert share_equal(((one["drafts"], one) for one in resumed), FLOAT32_TIE) >= 0.98
 
 
 def test_resilience_drafts_locally_and_exactly_what_the_worker_does_not_bring(exact: dict[str, Any]) -> None:
@@ -448,6 +448,7 @@ def test_tp_agree_two_ranks_keep_the_text_through_a_restart_of_the_worker(
     assert run["log"].count("worker ready") == 2
     if policy == "shadow":
         assert stats["shadow"]["diverged"] == 0
+        assert stats["shadow"]["unjudged"] == stats["counters"].get("judge_failures", 0)
     else:
         assert run["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 30
 
