@@ -381,7 +381,14 @@ def test_MASK_ID_the_keys_have_one_order(tmp_path: Path) -> None:
         assert read_config(config_file(tmp_path, **given)).mask_token_id == 10 + first
 
 
-def test_the_tapped_layers_have_four_spellings(tmp_path: Path) -> None:
+def test_AUX_LAST_the_last_layer_is_not_tapped_because_its_output_exists_normed_and_un_normed(tmp_path: Path) -> None:
+    taps = {"num_target_layers": 6, "target_layer_ids": [0, 4]}
+    assert read_config(config_file(tmp_path, **taps)).target_layer_ids == (0, 4)
+    with pytest.raises(CheckpointError, match="target_layer_ids"):
+        read_config(config_file(tmp_path, **(taps | {"target_layer_ids": [0, 5]})))
+
+
+def test_AUX_INDEX_the_tapped_layers_have_four_spellings(tmp_path: Path) -> None:
     for given in (
         {"target_layer_ids": [-1, 3]},
         {"dspark_target_layer_ids": [-1, 3]},
