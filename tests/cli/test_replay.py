@@ -324,10 +324,17 @@ def test_an_engine_and_a_replay_prove_the_token_to_a_worker_that_demands_it(
         assert "set --token-file to a file with the worker's token" in capsys.readouterr().err
 
 
+# A shell's background job, as these tests may be, ignores SIGINT, and so would its children.
+INTERRUPTIBLE = """import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from farspark.cli.main import main
+sys.exit(main())"""
+
+
 def test_Ctrl_C_ends_it_cleanly(capture: Path, mock_worker: Any) -> None:
     with mock_worker("delay:5000") as slow:
         process = subprocess.Popen(
-            [sys.executable, "-m", "farspark", "replay", str(capture), str(slow.endpoint)],
+            [sys.executable, "-c", INTERRUPTIBLE, "replay", str(capture), str(slow.endpoint)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -277,13 +278,18 @@ def test_it_stops_by_itself_at_its_limit_and_says_so_once(path: Path, caplog: py
     assert stats.count("capture_stopped") == 0
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """Files of this process end at 8 KiB: the kernel takes the first part of a write that crosses it and refuses the next."""
+    """Files of this process end at 8 KiB: the kernel takes the first part of a write that crosses it and refuses the next.
+
+    Within a test's own body only: pytest's own output may be a file.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def check_stopped(writer: CaptureWriter, stats: Stats, caplog: pytest.LogCaptureFixture, why: str) -> None:
@@ -296,14 +302,14 @@ def check_stopped(writer: CaptureWriter, stats: Stats, caplog: pytest.LogCapture
     assert stats.count("capture_stopped") == 1
 
 
-@pytest.mark.usefixtures("small_files")
 def test_a_write_that_fails_half_way_ends_it_and_leaves_whole_records(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stats = Stats()
     writer = CaptureWriter(path, HEADER, limit_bytes=MIB, stats=stats)
-    fill(writer)
-    writer.close()
+    with small_files():
+        fill(writer)
+        writer.close()
     check_stopped(writer, stats, caplog, "File too large")
     rounds, reader = read(path)
     assert len(rounds) > 10
