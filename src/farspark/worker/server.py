@@ -350,7 +350,7 @@ class Server:
             self._send(connection.channel, Header(0, 0, 0, 0), _bad_frame(str(error)))
             raise
         try:
-            reply = self._finish_step(connection, begun) if begun else self._reply(connection, header, payload)
+            reply = self._finish_step(connection, header, begun) if begun else self._reply(connection, header, payload)
         except ProtocolError as error:
             reply = _bad_frame(str(error))
         except Refused as refused:
@@ -419,19 +419,14 @@ class Server:
     def _step(self, connection: _Connection, header: Header, payload: memoryview) -> _Reply:
         if header.session != connection.session_id:
             return _no_session(header)
-        step = self._decode_step(payload)
+        return self._finish_step(connection, header, self._decode_step(payload))
+
+    def _finish_step(self, connection: _Connection, header: Header, step: Step | _Begun) -> _Reply:
         with self._drafting:
             session = connection.session
             if session is None:
                 return _no_session(header)
-            reply = self._draft(session, _begin(session, header, step))
-        return _Reply(FrameStatus.OK, codec.encode_step_reply(reply))
-
-    def _finish_step(self, connection: _Connection, begun: _Begun) -> _Reply:
-        with self._drafting:
-            session = connection.session
-            if session is None:
-                return _no_session(begun.header)
+            begun = step if isinstance(step, _Begun) else _begin(session, header, step)
             reply = self._draft(session, begun)
         return _Reply(FrameStatus.OK, codec.encode_step_reply(reply))
 
