@@ -32,7 +32,7 @@ def test_agreement_is_counted_by_position_and_a_block_that_differs_is_judged_ste
     assert shadow.differing(local, remote).tolist() == [1, 2]
     # A near tie, and equal behind it; a tie by value with another choice, a step far off, equal.
     answer = judged([[1, 9, 3], [8, 9, 3]], [[0, 0.25, 0], [0, 2.0, 0]])
-    shadow.observe(local, remote, judged=answer, margins=np.ones((3, 3), dtype=np.float32))
+    shadow.observe(local, remote, judge=lambda _: answer, margins=np.ones((3, 3), dtype=np.float32))
     snapshot = shadow.snapshot()
     assert snapshot["blocks"] == 3
     assert snapshot["agree_rate_by_position"] == [0.66667, 0.33333, 0.66667]
@@ -55,7 +55,7 @@ def test_parity_allows_ties_but_no_step_far_off_and_few_that_diverge() -> None:
     def passes(gap_ulps: float, blocks: int) -> object:
         shadow = ShadowComparison(1)
         shadow.observe(np.ones((blocks, 1), int), np.ones((blocks, 1), int))
-        shadow.observe(np.array([[1]]), np.array([[2]]), judged=judged([[2]], [[gap_ulps * 0.125]]))
+        shadow.observe(np.array([[1]]), np.array([[2]]), judge=lambda _: judged([[2]], [[gap_ulps * 0.125]]))
         return shadow.snapshot()["passes"]
 
     assert passes(2, 1) is True
@@ -78,7 +78,7 @@ def test_confidences_are_compared_where_both_describe_the_same_tokens() -> None:
 
     def difference(answer: JudgedChains | None, remote: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> object:
         shadow = ShadowComparison(3)
-        shadow.observe(local, remote, judged=answer, local_confidences=ours, remote_confidences=theirs)
+        shadow.observe(local, remote, judge=lambda _: answer, local_confidences=ours, remote_confidences=theirs)
         return shadow.snapshot()["largest_confidence_difference"]
 
     assert difference(None, remote) is None, "another chain's confidences say nothing"

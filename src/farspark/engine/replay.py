@@ -209,12 +209,11 @@ class Replay:
         judged = has_drafts & ~partial
         if judged.any():
             ours, theirs = drafts[judged], tokens[judged]
-            different = self.comparison.differing(ours, theirs)
-            rows = np.flatnonzero(judged)[different].tolist()
+            rows = np.flatnonzero(judged)
             self.comparison.observe(
                 ours,
                 theirs,
-                judged=self._round.judge(rows, ours[different]) if rows else None,
+                judge=lambda different: self._round.judge(rows[different].tolist(), ours[different]),
                 margins=None if last.margins is None else last.margins[:n][judged],
                 local_confidences=None if confidences is None else confidences[judged],
                 remote_confidences=new_confidences[judged],

@@ -8,6 +8,7 @@ each local token with the local chain's own tokens in front of it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -72,7 +73,7 @@ class ShadowComparison:
     def differing(
         self, local: npt.NDArray[np.integer[Any]], remote: npt.NDArray[np.integer[Any]]
     ) -> npt.NDArray[np.intp]:
-        """Of blocks [n, N], those that differ and so want to be judged before `observe`."""
+        """Of blocks [n, N], those that differ."""
         return np.flatnonzero((local != remote).any(axis=1))
 
     def observe(
@@ -80,7 +81,8 @@ class ShadowComparison:
         local: npt.NDArray[np.integer[Any]],  # [n, N]
         remote: npt.NDArray[np.integer[Any]],  # [n, N]
         *,
-        judged: JudgedChains | None = None,  # of the blocks that differ, in their order
+        judge: Callable[[npt.NDArray[np.intp]], JudgedChains | None]
+        | None = None,  # asked of the blocks that differ, if any
         margins: npt.NDArray[np.float32] | None = None,  # [n, N], the worker's, for the examples
         local_confidences: npt.NDArray[np.float32] | None = None,  # [n, N]
         remote_confidences: npt.NDArray[np.float32] | None = None,  # [n, N]
@@ -93,6 +95,7 @@ class ShadowComparison:
         self._first_mismatch[self._num_drafts] += len(equal) - len(different)
         # Where both chains are one, each is the other's teacher.
         self._equal += (len(equal) - len(different)) * self._num_drafts
+        judged = judge(different) if judge is not None and len(different) else None
         ulps = None if judged is None else self._judge(local[different], judged)
         if judged is None:
             self._unjudged += len(different)
@@ -111,7 +114,7 @@ class ShadowComparison:
                 )
         if local_confidences is not None and remote_confidences is not None:
             theirs, comparable = remote_confidences, equal.all(axis=1)
-            if judged is not None and len(different):
+            if judged is not None:
                 theirs = theirs.copy()
                 theirs[different] = judged.confidences
                 comparable = np.ones(len(equal), dtype=bool)

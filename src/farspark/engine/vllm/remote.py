@@ -352,14 +352,12 @@ class RemoteDrafter:
             return
         margins = last.margins
         ours, theirs = local.cpu().numpy()[ok], self._result.tokens[:n][ok]
-        different = self.shadow.differing(ours, theirs)
-        # Equal blocks need no judge, and without margins the worker keeps nothing to judge by.
-        can_judge = len(different) > 0 and margins is not None
-        rows = np.flatnonzero(ok)[different].tolist()
+        judge, rows = self.rank0.round.judge, np.flatnonzero(ok)
         self.shadow.observe(
             ours,
             theirs,
-            judged=self.rank0.round.judge(rows, ours[different]) if can_judge else None,
+            # Without margins the worker keeps nothing to judge by.
+            judge=None if margins is None else lambda different: judge(rows[different].tolist(), ours[different]),
             margins=None if margins is None else margins[:n][ok],
             local_confidences=None if local_confidences is None else local_confidences.float().cpu().numpy()[ok],
             remote_confidences=self._result.confidences[:n][ok],
