@@ -14,9 +14,13 @@ MIN_BYTES: Final = 16
 MAX_BYTES: Final = 4096
 
 
-def read_token(path: Path, setting: str) -> bytes:
-    """The token in `path`, without white space around it. Raises ConfigError that begins with `setting`, the name of the
-    option or variable."""
+def read_token(path: Path | None, setting: str) -> bytes | None:
+    """The token in `path`, without white space around it; None where there is no path.
+
+    Raises ConfigError that begins with `setting`, the name of the option or variable.
+    """
+    if path is None:
+        return None
     where = f"{setting}={str(path)!r}"
     try:
         with open(path, "rb") as file:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Final
 
 from farspark.errors import ConfigError
-from farspark.mock.drafter import NO_IDENTITY, mock_info
+from farspark.mock.drafter import mock_info
 from farspark.mock.faults import KINDS, STEP_ONLY, Fault, Kind
 from farspark.mock.relay import MockWorker
 from farspark.token_file import read_token
 from farspark.transport import parse_endpoint
 from farspark.wire import layout
+from farspark.wire.auth import NO_IDENTITY
 from farspark.wire.layout import Operation
 from farspark.worker.config import WorkerConfig
 
@@ -91,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
         if not low <= value <= high:
             raise ConfigError(f"{option} {value}: expected {low} to {high}")
     endpoint = parse_endpoint(options.listen)
-    token = None if options.token_file is None else read_token(options.token_file, "--token-file")
+    token = read_token(options.token_file, "--token-file")
     # The rules for slots, context, rows and addresses are the worker's own.
     WorkerConfig(
         checkpoint=Path(),

@@ -137,7 +137,7 @@ def _questions(options: argparse.Namespace) -> Questions:
         raise ConfigError("--metrics and --no-metrics-check: give one of them")
     return Questions(
         endpoint=parse_endpoint(options.endpoint),
-        token=None if options.token_file is None else read_token(options.token_file, TOKEN_OPTION),
+        token=read_token(options.token_file, TOKEN_OPTION),
         timeout_s=options.timeout_s,
         pings=options.pings,
         identity=_digest("--identity", options.identity),

@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     if not 0 < options.timeout_s <= 3600:
         raise ConfigError(f"--timeout-s {options.timeout_s:g}: expected seconds, more than 0 and at most 3600")
     endpoints = parse_endpoints(options.endpoint)
-    token = None if options.token_file is None else read_token(options.token_file, "--token-file")
+    token = read_token(options.token_file, "--token-file")
     # Imports numpy.
     from farspark.engine.capture import CaptureReader
     from farspark.engine.replay import Replay, verdict_of

@@ -66,7 +66,7 @@ def _opened(source: str, token_file: Path | None = None) -> Iterator[Read]:
         yield lambda: read_file(Path(source))
         return
     endpoint = parse_endpoint(source)
-    token = None if token_file is None else read_token(token_file, TOKEN_OPTION)
+    token = read_token(token_file, TOKEN_OPTION)
     with StatsReader(endpoint, _TIMEOUT_S, token=token) as reader:
         yield lambda: (f"worker at {endpoint}", reader.read())
 

@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
         max_connections=options.max_connections,
         name=options.name,
         drain_s=options.drain_s,
-        token=None if options.token_file is None else read_token(options.token_file, "--token-file"),
+        token=read_token(options.token_file, "--token-file"),
         allow_unauthenticated_network=options.allow_unauthenticated_network,
         ready_file=options.ready_file,
     )

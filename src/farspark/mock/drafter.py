@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from farspark.mock.arrays import array
 from farspark.wire import layout
+from farspark.wire.auth import NO_IDENTITY
 from farspark.worker.batch import DraftBatch, DrafterInfo, DraftResult, Progress
-
-NO_IDENTITY: Final = bytes(layout.IDENTITY_BYTES)
 
 
 class MockDrafter:

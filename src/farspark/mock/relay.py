@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from farspark.clock import Deadline
 from farspark.errors import ConfigError, FarsparkError, ProtocolError, TransportError
-from farspark.mock.drafter import NO_IDENTITY, MockDrafter
+from farspark.mock.drafter import MockDrafter
 from farspark.mock.faults import Fault, spoiled
 from farspark.transport import Channel, Endpoint, connect, parse_endpoint
 from farspark.wire import auth, codec
@@ -251,11 +251,11 @@ class MockWorker:
             header, payload = codec.decode_frame(memoryview(request))
             if header.operation == Operation.HELLO:
                 hello = codec.decode_hello(payload)
-                ours = codec.encode_hello(replace(hello, identity=self._identity, markov_identity=NO_IDENTITY))
+                ours = codec.encode_hello(replace(hello, identity=self._identity, markov_identity=auth.NO_IDENTITY))
                 return codec.encode_frame(header, ours), (hello.identity, hello.markov_identity)
             if header.operation == Operation.PROVE:
                 claimed = codec.decode_proof(payload)
-                proven = self._reproven(link, auth.engine_proof, claimed, self._identity, NO_IDENTITY)
+                proven = self._reproven(link, auth.engine_proof, claimed, self._identity, auth.NO_IDENTITY)
                 return codec.encode_frame(header, codec.encode_proof(proven)), (
                     claimed.identity,
                     claimed.markov_identity,
