@@ -1,6 +1,8 @@
-"""Marks that are not run by default say why."""
+"""Marks that are not run by default say why; fixtures that several rooms use."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -26,3 +28,14 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Products as small as the tests' only lose by waiting for a second thread."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.fakes.http_engine import HttpEngine
 from tests.fakes.recorded_engine import CONTEXT, SLOTS, RecordedEngine, serving
 from tests.fakes.tiny_checkpoint import write_tiny
@@ -27,13 +26,7 @@ from farspark.cli.main import main
 from farspark.errors import ConfigError
 from farspark.worker.server import Server
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

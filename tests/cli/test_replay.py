@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tests.fakes.recorded_engine import CONTEXT, HIDDEN, SHAPE, SLOTS, TAPS, VOCAB, N, RecordedEngine, serving
 from tests.fakes.tiny_checkpoint import write_tiny
 
@@ -29,13 +28,7 @@ from farspark.transport import parse_endpoint
 from farspark.worker.checkpoint import identities
 from farspark.worker.server import Server
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
