@@ -35,6 +35,7 @@ COLUMNS = (
     "longest send, ms",
     "guarded, us",
     "of a step",
+    "probes",
     "rounds to recover",
     "wrong drafts",
 )
@@ -69,6 +70,7 @@ def row(outcome: Outcome, step_ms: float) -> str:
         f"{outcome.longest_send_ms:.1f}",
         f"{outcome.guarded_us:.0f}" if guarded else "–",
         f"{outcome.guarded_share(step_ms):.2%}" if guarded else "–",
+        str(len(outcome.cooldowns)),
         "–" if outcome.recovery_rounds is None else str(outcome.recovery_rounds),
         str(outcome.wrong),
     )
@@ -79,6 +81,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step-ms", type=float, default=20.0, help="the engine's step (default: %(default)g)")
     parser.add_argument("--only", metavar="TEXT", help="drills whose name has this in it")
+    parser.add_argument(
+        "--hold-rounds", metavar="N", type=int, help="let a fault that lasts so many rounds last N, at least"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the engine's program (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write everything that was measured")
     options = parser.parse_args()
@@ -91,6 +96,10 @@ def main() -> int:
             f"no drill has {options.only!r} in its name: {', '.join(drill.name for drill in DRILLS)}", file=sys.stderr
         )
         return 2
+    if options.hold_rounds is not None:
+        drills = [
+            dataclasses.replace(drill, hold_rounds=max(drill.hold_rounds, options.hold_rounds)) for drill in drills
+        ]
     settings = EngineSettings(endpoints=f"tcp://10.77.1.2:{PORT}", pace_ms=options.step_ms, seed=options.seed)
     print(
         f"Python {platform.python_version()}, Linux {platform.release()}, {os.cpu_count()} CPUs, load "

@@ -20,6 +20,7 @@ from farspark.engine.breaker import State
 BOUND_MS = 5.0  # a round may take its time-out, and so much for everything else
 # A peer that vanished: 10 seconds without an acknowledgement, or 5 + 3 x 2 seconds of silence, and what is between looks.
 TCP_PATIENCE_S = 12.5
+STAYED_AT_HOME = ("cooldown", "not_ready", "disabled")
 
 Fault = Callable[[Lab], AbstractContextManager[None]]
 
@@ -38,6 +39,15 @@ class Drill:
 
 
 @dataclass(slots=True)
+class Cooldown:
+    """Rounds from one that opened the breaker to the next that went out."""
+
+    is_longer: bool  # a probe opened it, or a recovery had not lasted
+    rounds: int = 0
+    is_exact: bool = True  # the last one had a connection, so that it was the cool-down alone that kept it at home
+
+
+@dataclass(slots=True)
 class Outcome:
     """Milliseconds, rounds, and what the counters say."""
 
@@ -52,6 +62,7 @@ class Outcome:
     guarded: int = 0  # rounds that failed while the breaker was open or no connection was there, the probes among them
     guarded_us: float = 0.0  # their mean, less the time without a core
     recovery_rounds: int | None = None  # from the end of the fault to the first round that succeeded, that one included
+    cooldowns: list[Cooldown] = field(default_factory=list)
     new_connections: list[str] = field(default_factory=list)  # outcome of the first STEP of each one made afterwards
     counters: Counter[str] = field(default_factory=Counter)
     state: str = ""
@@ -69,7 +80,7 @@ class Outcome:
 
 def run(drill: Drill, lab: Lab, timeout_s: float = 60.0) -> Outcome:
     """From steady rounds through the fault to steady rounds. Raises AssertionError if they do not come back."""
-    steady = [*lab.wait_steady(timeout_s), lab.report()]
+    steady = [*lab.wait_calm(timeout_s), lab.report()]
     known = {record.epoch for report in steady for record in report.records}
     with first_on_the_machine():
         began_s = time.monotonic()
@@ -112,6 +123,7 @@ def judge(name: str, reports: Sequence[Report], over_s: float, known: Collection
     guarded = list(_guarded(records))
     outcome.guarded = len(guarded)
     outcome.guarded_us = 1000 * sum(record.own_ms for record in guarded) / len(guarded) if guarded else 0.0
+    outcome.cooldowns = list(_cooldowns(records, int(reports[-1].breaker["cooldown"])))
     after = [record for record in records if record.at_s >= over_s]
     good = [number for number, record in enumerate(after, start=1) if record.outcome == OK]
     outcome.recovery_rounds = good[0] if good else None
@@ -134,6 +146,25 @@ def _guarded(records: Sequence[Record]) -> Iterator[Record]:
             yield record
         elif record.breaker != State.CLOSED.value or record.reason in ("not_ready", "disabled"):
             is_guarded = True
+
+
+def _cooldowns(records: Sequence[Record], cooldown_rounds: int) -> Iterator[Cooldown]:
+    """Those that are over: a round went out. The records begin in calm."""
+    one: Cooldown | None = None
+    before, on_trial = State.CLOSED.value, 0
+    for record in records:
+        if record.reason in STAYED_AT_HOME:
+            if one is not None:
+                one.rounds += 1
+                one.is_exact = record.reason == "cooldown"
+        else:
+            if one is not None:
+                yield one
+            is_longer = before != State.CLOSED.value or on_trial > 0
+            one = Cooldown(is_longer) if record.breaker == State.OPEN.value else None
+            if record.outcome == OK:
+                on_trial = max(0, on_trial - 1) if before == State.CLOSED.value else cooldown_rounds
+        before = record.breaker
 
 
 # Faults.

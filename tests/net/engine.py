@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tests.fakes.channel import WrappedChannel
+from tests.fakes.shape import shape_for
 from tests.net.reference import Arithmetic, Checkpoint, Reference
 from tests.net.world import CONTEXT, RING, SLOTS, drafter_info, row_of
 
@@ -30,7 +32,6 @@ from farspark.engine.breaker import Breaker
 from farspark.engine.client import Client
 from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
 from farspark.engine.round import Phase, RemoteRound, RoundInput, RoundRequest
-from farspark.engine.shape import ModelShape
 from farspark.stats import Stats
 from farspark.transport import Channel, Endpoint, Piece, connect, parse_endpoints
 from farspark.wire.layout import MAX_REPLY_BYTES
@@ -74,46 +75,21 @@ class Record(NamedTuple):
         return max(0.0, self.took_ms - self.queued_ms)
 
 
-class TimedChannel:
+class TimedChannel(WrappedChannel):
     """A channel that adds up what sending took."""
 
     def __init__(self, inner: Channel, engine: Engine) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._engine = engine
-
-    @property
-    def lane(self) -> str:
-        return self._inner.lane
-
-    @property
-    def is_closed(self) -> bool:
-        return self._inner.is_closed
-
-    @property
-    def max_frame_bytes(self) -> int:
-        return self._inner.max_frame_bytes
-
-    @max_frame_bytes.setter
-    def max_frame_bytes(self, limit: int) -> None:
-        self._inner.max_frame_bytes = limit
 
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         started = time.monotonic()
         try:
-            self._inner.send(pieces, deadline)
+            super().send(pieces, deadline)
         finally:
             # The connector sends too: HELLO.
             if threading.current_thread() is threading.main_thread():
                 self._engine.send_s += time.monotonic() - started
-
-    def recv(self, deadline: Deadline) -> memoryview:
-        return self._inner.recv(deadline)
-
-    def recv_head(self, head_bytes: int, deadline: Deadline) -> tuple[memoryview, int]:
-        return self._inner.recv_head(head_bytes, deadline)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 class WitnessedClient(Client):
@@ -150,16 +126,7 @@ class Engine:
         self._numbers = 0
         self._requests = [self._new_request() for _ in range(SLOTS)]
         self.send_s = 0.0
-        shape = ModelShape(
-            num_drafts=self._info.num_drafts,
-            vocab_size=self._info.vocab_size,
-            hidden_size=self._info.hidden_size,
-            taps=self._info.taps,
-            slots=SLOTS,
-            context=CONTEXT,
-            ring=RING,
-            max_position=self._info.max_position,
-        )
+        shape = shape_for(self._info, slots=SLOTS, context=CONTEXT, ring=RING)
         self._client = WitnessedClient(
             shape.hello(engine="drill", identity=self._info.identity, markov_identity=bytes(32), want_margin=False),
             parse_endpoints(settings.endpoints),

@@ -155,6 +155,14 @@ class Lab:
         """Wait until rounds succeed again, one after the other."""
         return self.wait_for("steady", _is_steady, timeout_s)
 
+    def wait_calm(self, timeout_s: float = 60.0) -> list[Report]:
+        """The same, until the breaker has forgotten what was before."""
+        return self.wait_for("calm", _is_calm, timeout_s)
+
+
+def _is_calm(reports: list[Report]) -> bool:
+    return _is_steady(reports) and reports[-1].breaker["on_trial"] == 0
+
 
 def _is_steady(reports: list[Report]) -> bool:
     last = [record for report in reports for record in report.records][-_STEADY_ROUNDS:]

@@ -19,6 +19,8 @@ from tests.net.hosts import Link
 from tests.net.lab import OK, PORT, Lab
 from tests.net.world import CONTEXT, SLOTS
 
+from farspark.engine.breaker import LONGEST
+
 pytestmark = pytest.mark.net
 
 SETTINGS = EngineSettings(
@@ -61,11 +63,14 @@ def check_always(drill: Drill, outcome: Outcome) -> None:
     assert sum(count for name, count in counters.items() if name.startswith("fallback_")) == outcome.failed
     assert outcome.guarded_share(STEP_MS) < 0.01
     # An open breaker stays open for its cool-down, to the round, and then asks once; rounds without a connection count.
-    cool = COOLDOWN * counters["breaker_trips"]
-    assert cool - counters["fallback_not_ready"] <= counters["fallback_cooldown"] <= cool
+    due = 0
+    for cooldown in outcome.cooldowns:
+        due = min(2 * due, LONGEST * COOLDOWN) if cooldown.is_longer else COOLDOWN
+        assert cooldown.rounds == due if cooldown.is_exact else cooldown.rounds >= due
     if drill.heals:
         assert outcome.state == "ready"
         assert counters["hellos"] == counters["disconnects"]
+        assert len(outcome.cooldowns) == counters["breaker_trips"]
         # On a lossy link a probe may close it for a while.
         assert min(1, counters["breaker_trips"]) <= counters["breaker_recoveries"] <= counters["breaker_trips"]
         # The first STEP to a new session is exact at once: every window comes from the ring.
@@ -99,7 +104,7 @@ def the_worker_frees_the_slots(outcome: Outcome) -> None:
 
 def late_replies_are_dropped(outcome: Outcome) -> None:
     counters = outcome.counters
-    # Three in a row, and then each probe.
+    # Three in a row, and then each probe, twice as far from the one before.
     assert counters["fallback_timeout"] == 2 + counters["breaker_trips"]
     assert counters["breaker_trips"] >= 2
     assert counters["late_replies"] >= 1

@@ -33,7 +33,7 @@ N = 5
 SLOTS = 6
 TIMEOUT_S = 1.5
 CONNECT_TIMEOUT_S = 1.0
-TRIP, COOLDOWN = 2, 3
+TRIP, COOLDOWN = 2, 2
 # The worker's margins, some of them above 10, are the same to 0.0001 for the same rows and anchors, whatever happened before. A
 # window that was sent again one position off changes half of them by more than 0.05.
 SAME_ROWS = 0.005
@@ -82,19 +82,19 @@ def drill(
 
 # By the step ahead of which it happens. Request 4 joins and request 1 is aborted during the outage, request 5 joins at its end.
 STALLED = drill("stalled", 1, joins={"4": 4, "5": 5}, aborts={"1": 5}, stop=4, resume_at_once=5)
-# Two timeouts open the breaker, three rounds cool, the probe times out: three silent steps, the connection is given up.
-STOPPED = drill("stopped", 2, joins={"4": 5, "5": 10}, aborts={"1": 7}, stop=3, resume=11)
+# Two timeouts open the breaker, two rounds cool, the probe times out: three silent steps, the connection is given up.
+STOPPED = drill("stopped", 2, joins={"4": 5, "5": 10}, aborts={"1": 7}, stop=3, resume=10)
 KILLED = drill("killed", 3, joins={"4": 5, "5": 8}, aborts={"1": 6}, kill=4, start=9)
 REPLACED = drill("replaced", 4, joins={"4": 5, "5": 9}, aborts={"1": 8}, kill=3, start_another=7)
 DRILLS = {phase["name"]: phase for phase in (STALLED, STOPPED, KILLED, REPLACED)}
 # Where remote drafts begin and end, and where they come back: with the first round that may use the network.
 FIRST_FAILED = {"stalled": 4, "stopped": 3, "killed": 4, "replaced": 3}
-# In "stopped" that is the probe at the end of the cool-down, two of whose rounds had no connection.
-RESUMES = {"stalled": 5, "stopped": 11 + COOLDOWN - 2, "killed": 9}
+# In "stopped" that is the probe at the end of the second cool-down, twice as long, two of whose rounds had no connection.
+RESUMES = {"stalled": 5, "stopped": 10 + 2 * COOLDOWN - 2, "killed": 9}
 # What the rounds of each drill must be counted as; whatever else has this prefix must not have moved.
 FALLBACKS = {
     "stalled": {"timeout": 1},
-    "stopped": {"timeout": 3, "cooldown": 2 * COOLDOWN - 2, "not_ready": 2},
+    "stopped": {"timeout": 3, "cooldown": 3 * COOLDOWN - 2, "not_ready": 2},
     "killed": {"transport_error": 1, "not_ready": 4},
     "replaced": {"transport_error": 1, "not_ready": 3},  # and disabled, to the end
 }

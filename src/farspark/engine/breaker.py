@@ -2,6 +2,9 @@
 
 After `trip` failed attempts in a row the next `cooldown` rounds stay at home; then one probe round decides. Without it a
 worker that answers but always fails costs every round a round trip, and one that misses every deadline a whole timeout.
+Each probe that fails doubles the next cool-down, up to `LONGEST` times the first: a worker that can be reached and never
+answers in time then costs one timeout in thousands of rounds. So does a recovery that does not last: only once as many rounds
+have succeeded as a first cool-down has is the worker trusted as before.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from typing import Any, Final
+
+LONGEST: Final = 8
 
 
 class State(enum.Enum):
@@ -21,28 +26,40 @@ class Event(enum.Enum):
     SUCCESS = "success"
     FAILURE = "failure"
     LIMIT = "limit"  # a failure that reaches `trip` in a row
-    COOLED = "cooled"  # `cooldown` rounds have stayed at home
+    RELAPSE = "relapse"  # the same, soon after a recovery
+    COOLED = "cooled"  # the cool-down's rounds have stayed at home
 
 
-TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
+class Wait(enum.Enum):
+    """What a transition does with the cool-down."""
+
+    SAME = "same"
+    FIRST = "first"  # a cool-down of `cooldown` rounds begins
+    LONGER = "longer"  # one of twice the last one's rounds begins, at most `LONGEST * cooldown`
+
+
+TRANSITIONS: Final[Mapping[State, Mapping[Event, tuple[State, Wait]]]] = {
     State.CLOSED: {
-        Event.SUCCESS: State.CLOSED,
-        Event.FAILURE: State.CLOSED,
-        Event.LIMIT: State.OPEN,
-        Event.COOLED: State.CLOSED,
+        Event.SUCCESS: (State.CLOSED, Wait.SAME),
+        Event.FAILURE: (State.CLOSED, Wait.SAME),
+        Event.LIMIT: (State.OPEN, Wait.FIRST),
+        Event.RELAPSE: (State.OPEN, Wait.LONGER),
+        Event.COOLED: (State.CLOSED, Wait.SAME),
     },
     # A late success says nothing about the next round: only a probe closes.
     State.OPEN: {
-        Event.SUCCESS: State.OPEN,
-        Event.FAILURE: State.OPEN,
-        Event.LIMIT: State.OPEN,
-        Event.COOLED: State.HALF_OPEN,
+        Event.SUCCESS: (State.OPEN, Wait.SAME),
+        Event.FAILURE: (State.OPEN, Wait.SAME),
+        Event.LIMIT: (State.OPEN, Wait.SAME),
+        Event.RELAPSE: (State.OPEN, Wait.SAME),
+        Event.COOLED: (State.HALF_OPEN, Wait.SAME),
     },
     State.HALF_OPEN: {
-        Event.SUCCESS: State.CLOSED,
-        Event.FAILURE: State.OPEN,
-        Event.LIMIT: State.OPEN,
-        Event.COOLED: State.HALF_OPEN,
+        Event.SUCCESS: (State.CLOSED, Wait.SAME),
+        Event.FAILURE: (State.OPEN, Wait.LONGER),
+        Event.LIMIT: (State.OPEN, Wait.LONGER),
+        Event.RELAPSE: (State.OPEN, Wait.LONGER),
+        Event.COOLED: (State.HALF_OPEN, Wait.SAME),
     },
 }
 
@@ -53,9 +70,11 @@ class Breaker:
     def __init__(self, *, trip: int, cooldown: int) -> None:
         self._trip = trip
         self._cooldown = cooldown
+        self._newest_cooldown = cooldown  # the one that is on, or was last
         self.state = State.CLOSED
         self.failures_in_a_row = 0
         self.cooldown_left = 0
+        self.on_trial = 0  # rounds that must still succeed before the newest recovery counts
         self.trips = 0
         self.recoveries = 0
 
@@ -76,20 +95,26 @@ class Breaker:
 
     def succeeded(self) -> None:
         self.failures_in_a_row = 0
+        if self.state is State.CLOSED and self.on_trial:
+            self.on_trial -= 1
         self._move(Event.SUCCESS)
 
     def failed(self) -> None:
         self.failures_in_a_row += 1
         reached = self._trip > 0 and self.failures_in_a_row >= self._trip
-        self._move(Event.LIMIT if reached else Event.FAILURE)
+        limit = Event.RELAPSE if self.on_trial else Event.LIMIT
+        self._move(limit if reached else Event.FAILURE)
 
     def _move(self, event: Event) -> None:
-        before, self.state = self.state, TRANSITIONS[self.state][event]
-        if self.state is State.OPEN and before is not State.OPEN:
+        before = self.state
+        self.state, wait = TRANSITIONS[before][event]
+        if wait is not Wait.SAME:
             self.trips += 1
-            self.cooldown_left = self._cooldown
+            longer = min(2 * self._newest_cooldown, LONGEST * self._cooldown)
+            self.cooldown_left = self._newest_cooldown = self._cooldown if wait is Wait.FIRST else longer
         if self.state is State.CLOSED and before is State.HALF_OPEN:
             self.recoveries += 1
+            self.on_trial = self._cooldown
 
     def snapshot(self) -> dict[str, Any]:
         return {
@@ -100,6 +125,8 @@ class Breaker:
             "recoveries": self.recoveries,
             "trip": self._trip,
             "cooldown": self._cooldown,
+            "newest_cooldown": self._newest_cooldown,
+            "on_trial": self.on_trial,
         }
 
     def __repr__(self) -> str:
