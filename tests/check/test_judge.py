@@ -86,7 +86,8 @@ def shadow(**changes: Any) -> dict[str, Any]:
         "unjudged": 0,
         "equal_or_tie_rate": 0.995,
         "largest_gap_ulps": 7.5,
-        "largest_confidence_difference": 0.03,
+        "largest_confidence_difference": 0.01,
+        "bounds": {"equal_or_tie_rate": 0.995, "confidence_difference": 0.01},
     }
     return {"shadow": found | changes}
 
@@ -99,7 +100,10 @@ def shadow(**changes: Any) -> dict[str, Any]:
         ({"equal_or_tie_rate": None}, {"equal or a near tie"}),
         ({"far_diverged": 1}, {"drafts far off"}),
         ({"unjudged": 1}, {"blocks that were not judged"}),
-        ({"largest_confidence_difference": 0.031}, {"confidences"}),
+        ({"largest_confidence_difference": 0.0101}, {"confidences"}),
+        # The engine's own bounds.
+        ({"bounds": {"equal_or_tie_rate": 0.996, "confidence_difference": 0.01}}, {"equal or a near tie"}),
+        ({"bounds": {"equal_or_tie_rate": 0.995, "confidence_difference": 0.005}}, {"confidences"}),
     ],
 )
 def test_parity_passes_at_its_bounds_and_fails_behind_them(changes: dict[str, Any], failing: set[str]) -> None:
@@ -168,6 +172,9 @@ def test_memory_is_compared_rank_by_rank() -> None:
     assert found["graph memory, TP0"] == "FAIL"
     assert found["not allocated: draft_weight_bytes_all_ranks"] == "NOTE"
     assert verdicts(judge.saved_memory(stats(), measurement(), base))["load size"] == "SKIP"
+    of_cpu = measurement(memory=Memory({"TP0": 8.0}, {}, True))
+    found = verdicts(judge.saved_memory(after, of_cpu, of_cpu))
+    assert (found["load size"], found["KV cache"]) == ("SKIP", "PASS")
 
 
 def test_a_larger_kv_cache_is_larger() -> None:
@@ -212,15 +219,48 @@ def test_an_answer_has_text_and_an_end(text: str, finished: str, verdict: str) -
     assert verdicts(judge.sane(measurement(answers=[Answer([1], text, 1, finished)]))) == {"answers": verdict}
 
 
-def test_APC_LOSS_fewer_cached_tokens_than_the_baseline_fail_and_name_the_way_out() -> None:
+PROMPT = 100  # tokens, in blocks of 16: 96 of them can be found again
+
+
+@pytest.mark.parametrize(
+    ("cached", "of_baseline", "drafts_of_baseline", "expected"),
+    [
+        (96, 96, 0, ("PASS", "PASS")),
+        (96, 80, 200, ("PASS", "PASS")),
+        # As many as a baseline whose local drafter cost it a block, and fewer than one without speculation.
+        (80, 80, 200, ("PASS", "FAIL")),
+        (80, 96, 0, ("FAIL", "NOTE")),
+        (80, 96, 200, ("FAIL", "FAIL")),
+        # A target that finds no more even without speculation.
+        (80, 80, 0, ("PASS", "NOTE")),
+    ],
+)
+def test_APC_LOSS_a_block_that_is_computed_again_fails_whatever_the_baseline_has_lost(
+    cached: int, of_baseline: int, drafts_of_baseline: int, expected: tuple[str, str]
+) -> None:
+    base, blocks = measurement(), replace(measurement().metrics, block_tokens=16)
+    now = replace(base, metrics=blocks, cached_tokens=cached, long_prompt_tokens=PROMPT)
+    before = replace(base, metrics=replace(blocks, drafts=drafts_of_baseline), cached_tokens=of_baseline)
+    found = judge.prefix_cache(now, before)
+    assert verdicts(found) == dict(zip(("cached tokens", "the last block"), expected, strict=True))
+    assert all("C-capacity-nodrop" in finding.bound for finding in found if finding.verdict is not Verdict.NOTE)
+
+
+def test_APC_LOSS_what_was_not_measured_is_not_judged() -> None:
     base = measurement()
-    assert verdicts(judge.prefix_cache(base, base)) == {"cached tokens": "PASS"}
-    lost = judge.prefix_cache(measurement(cached_tokens=80), base)
-    assert verdicts(lost) == {"cached tokens": "FAIL"}
-    assert "C-capacity-nodrop" in lost[0].bound
-    assert verdicts(judge.prefix_cache(measurement(cached_tokens=None), base)) == {"cached tokens": "SKIP"}
+    assert verdicts(judge.prefix_cache(base, base)) == {"cached tokens": "PASS", "the last block": "SKIP"}
+    for other in ({"cached_tokens": None}, {"questions": "others"}):
+        assert verdicts(judge.prefix_cache(replace(base, **other), base)) == {"cached tokens": "SKIP"}
     nothing = measurement(cached_tokens=0)
-    assert verdicts(judge.prefix_cache(nothing, nothing))["prefix cache"] == "SKIP"
+    assert verdicts(judge.prefix_cache(nothing, nothing)) == {"cached tokens": "SKIP"}
+
+
+@pytest.mark.parametrize(("tokens", "holds"), [(96, True), (97, True), (111, True), (112, True), (113, False)])
+def test_only_the_block_with_the_prompts_last_token_is_computed_again(tokens: int, holds: bool) -> None:
+    """Blocks of 16, of which six were found."""
+    metrics = replace(measurement().metrics, block_tokens=16)
+    now = measurement(metrics=metrics, long_prompt_tokens=tokens)
+    assert (only(judge.prefix_cache(now, now), "the last block").verdict is Verdict.PASS) == holds
 
 
 def test_speed_is_told_and_not_judged() -> None:
@@ -275,12 +315,12 @@ def test_counters_are_summed_over_engines_and_subtracted() -> None:
         ]
     )
     found = parse_metrics(page)
-    assert (found.drafts, found.generated, found.kv_tokens) == (12, 1000, 1600)
+    assert (found.drafts, found.generated, found.kv_tokens, found.block_tokens) == (12, 1000, 1600, 16)
     assert found.since(replace(found, drafts=2)).drafts == 10
-    assert found.since(found).kv_tokens == 1600
+    assert (found.since(found).kv_tokens, found.since(found).block_tokens) == (1600, 16)
     told = parse_metrics('vllm:cache_config_info{block_size="128",kv_cache_size_tokens="20480",num_gpu_blocks="1"} 1.0')
     assert told.kv_tokens == 20480
-    assert parse_metrics("nothing").kv_tokens is None
+    assert parse_metrics("nothing").kv_tokens is parse_metrics("nothing").block_tokens is None
 
 
 def test_the_log_of_vllm_names_the_memory_of_every_rank() -> None:
@@ -290,6 +330,7 @@ def test_the_log_of_vllm_names_the_memory_of_every_rank() -> None:
 """
     assert parse_memory(log) == Memory({"Worker_TP0": 1.59, "Worker_TP1": 1.60}, {"Worker_TP0": 0.42})
     assert parse_memory("Model loading took 2.00 GiB").load_gib == {"engine": 2.0}
+    assert parse_memory("CPU KV cache size: 21,824 tokens").is_of_cpu
 
 
 def test_a_measurement_is_read_as_it_was_saved(tmp_path: Path) -> None:

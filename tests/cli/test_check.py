@@ -137,10 +137,15 @@ def test_capacity_prefix_cache_and_kv_are_compared_with_the_baseline(
         assert found["load size, Worker"] == found["text"] == found["KV cache"] == "PASS"
         assert found["speed"] == "NOTE"
         code, found = check(capsys, "prefix-cache", server, tmp_path, "--baseline", base)
-        assert (code, found["cached tokens"]) == (0, "PASS")
+        assert (code, found["cached tokens"], found["the last block"]) == (0, "PASS", "PASS")
         server.loses_blocks = 1
         code, found = check(capsys, "prefix-cache", server, tmp_path, "--baseline", base)
-        assert (code, found["cached tokens"]) == (1, "FAIL")
+        assert (code, found["cached tokens"], found["the last block"]) == (1, "FAIL", "FAIL")
+        # The same of a baseline that has lost the block to its own drafter.
+        lost = replace(read_measurement(Path(base)), cached_tokens=0)
+        lost.save(tmp_path / "lost.json")
+        code, found = check(capsys, "prefix-cache", server, tmp_path, "--baseline", str(tmp_path / "lost.json"))
+        assert (code, found["cached tokens"], found["the last block"]) == (1, "PASS", "FAIL")
         code, found = check(capsys, "kv", server, tmp_path, "--baseline", capacity)
         assert (code, found["KV cache"]) == (1, "FAIL")
         server.blocks = 1000
@@ -324,6 +329,17 @@ def test_the_newest_stats_file_is_found(
     ):
         server._serve([1, 2, 3], 4)
         assert main(["check", "shadow", "--url", server.url, *FEW]) == 0
+
+
+def test_the_stats_file_of_another_engine_is_refused(
+    folder: Path, worker: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with engine(folder, worker.endpoint, tmp_path, "shadow") as real, HttpEngine(real) as server:
+        assert check(capsys, "shadow", server, tmp_path)[0] == 0
+    # What that engine has left behind, beside a server whose rounds it does not count.
+    with HttpEngine() as another:
+        assert main(["check", "shadow", "--url", another.url, "--stats", stats_of(tmp_path), *FEW]) == 2
+    assert "it counts none of this server's rounds" in capsys.readouterr().err
 
 
 def test_a_baseline_of_other_questions_is_not_compared(

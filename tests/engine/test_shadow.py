@@ -62,6 +62,7 @@ def test_parity_allows_ties_but_no_step_far_off_and_few_that_diverge() -> None:
     assert passes(2.1, 198) is False
     assert passes(2.1, 199) is True, "one in 200"
     assert passes(8.1, 100_000) is False
+    assert ShadowComparison(1).snapshot()["bounds"] == {"equal_or_tie_rate": 0.995, "confidence_difference": 0.01}
 
 
 def test_a_block_that_nobody_judged_is_counted_and_does_not_pass() -> None:

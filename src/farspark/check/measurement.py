@@ -35,7 +35,8 @@ class Measurement:
     answers: list[Answer]
     seconds: float  # for all answers
     metrics: Metrics  # of that time
-    cached_tokens: int | None = None  # of a long prompt's second time; None: not measured
+    long_prompt_tokens: int | None = None  # of a prompt that was asked twice; None: none was
+    cached_tokens: int | None = None  # of its second time
     memory: Memory | None = None
 
     @property

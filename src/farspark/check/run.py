@@ -56,8 +56,8 @@ CHECKS: Final = (
         "1. wiring and parity",
         "C-shadow and the worker",
         "asks the prompts and reads the stats file",
-        f"worker ready; {judge.MIN_ROUNDS_OK:.0%} of the rounds succeed; {judge.MIN_EQUAL_OR_TIE:.1%} of the drafts equal or "
-        f"near ties and none far off; confidences within {judge.MAX_CONFIDENCE_DIFFERENCE}",
+        f"worker ready; {judge.MIN_ROUNDS_OK:.0%} of the rounds succeed; the drafts are equal or near ties, none is far off, and "
+        "the confidences lie near each other, by the bounds in the stats file (shadow.bounds)",
         policy="shadow",
     ),
     Check(
@@ -92,7 +92,7 @@ CHECKS: Final = (
         "4c. prefix-cache hits are kept",
         "C-capacity and the worker; a baseline of A-local",
         "asks the same long prompt twice",
-        "as many cached tokens as the baseline",
+        "as many cached tokens as the baseline; no whole block is computed again",
         needs_baseline=True,
         policy="capacity",
     ),
@@ -216,6 +216,10 @@ class StatsFile:
             raise ConfigError(f"--stats {self.path}: not a stats file of an engine")
         return data
 
+    def rounds(self) -> int | None:
+        """Counted so far; None where there is no file yet."""
+        return self.read().get("rounds") if self.path.exists() else None
+
 
 def questions_of(settings: Settings) -> str:
     """A digest of what is asked: two measurements with the same one can be compared."""
@@ -247,26 +251,34 @@ def measure(settings: Settings, server: Server, progress: Progress, *, with_long
         memory=None if settings.log is None else parse_memory(_read_log(settings.log)),
     )
     if with_long_prompt:
-        measured = replace(measured, cached_tokens=cached_tokens(server, model, max_model_len))
+        length, cached = long_prompt_twice(server, model, max_model_len)
+        measured = replace(measured, long_prompt_tokens=length, cached_tokens=cached)
     return measured
 
 
-def cached_tokens(server: Server, model: str, max_model_len: int | None) -> int:
-    """Prompt tokens of a long prompt's second time that came from the prefix cache. Nobody else must ask meanwhile."""
+def long_prompt_twice(server: Server, model: str, max_model_len: int | None) -> tuple[int, int]:
+    """Tokens of a long prompt, and those of its second time that came from the prefix cache. Nobody else must ask meanwhile."""
     text = "".join(_LONG_SENTENCE.format(number=number) for number in range(_LONG_SENTENCES))
     prompt = server.tokenize(model, text)[: (max_model_len or 1 << 20) - 16]
     server.complete(model, prompt, 4)
     before = server.metrics()
     server.complete(model, prompt, 4)
-    return server.metrics().since(before).cached
+    return len(prompt), server.metrics().since(before).cached
 
 
 def settled(settings: Settings, server: Server, stats: StatsFile) -> dict[str, Any]:
-    """The stats file with everything in it that was asked so far."""
+    """The stats file with everything in it that was asked so far. Raises ConfigError if it is not this engine's."""
+    earlier = stats.rounds()
     time.sleep(_STATS_EVERY_S)
     model, _ = server.model()
     server.complete(model, server.tokenize(model, settings.prompts[0]), 4)
-    return stats.read()
+    now = stats.read()
+    if earlier is not None and now.get("rounds") == earlier and now.get("off_because") is None:
+        raise ConfigError(
+            f"--stats {stats.path}: it counts none of this server's rounds, so it is another engine's, perhaps of one that "
+            "has ended; this engine's log names its own"
+        )
+    return now
 
 
 def drill(

@@ -158,6 +158,8 @@ class ShadowComparison:
             "largest_gap_ulps": round(self._largest_gap_ulps, 3),
             "largest_confidence_difference": self._largest_confidence_difference,
             "passes": None if agreement is None else self._passes(agreement),
+            # What passes, beside no step far off and no block unjudged: whoever judges these numbers has no rule of their own.
+            "bounds": {"equal_or_tie_rate": LEAST_AGREEMENT, "confidence_difference": CONFIDENCE_BOUND},
             "examples": list(self._examples),
         }
 
