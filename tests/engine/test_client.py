@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.drafters import ArithmeticDrafter, info
+from tests.fakes.shape import shape_for
 
 from farspark.clock import Deadline
 from farspark.engine.client import Client, ClientState
-from farspark.engine.shape import ModelShape
 from farspark.errors import TransportError
 from farspark.stats import Stats
 from farspark.transport import Channel, Endpoint, connect, listen, parse_endpoint
@@ -24,17 +24,7 @@ from farspark.worker.config import WorkerConfig
 from farspark.worker.server import Server
 
 INFO = info()
-SHAPE = ModelShape(
-    num_drafts=INFO.num_drafts,
-    vocab_size=INFO.vocab_size,
-    hidden_size=INFO.hidden_size,
-    taps=INFO.taps,
-    slots=4,
-    context=INFO.context,
-    ring=4,
-    max_position=1024,
-)
-HELLO = SHAPE.hello(engine="test", identity=INFO.identity, markov_identity=bytes(32), want_margin=False)
+HELLO = shape_for(INFO).hello(engine="test", identity=INFO.identity, markov_identity=bytes(32), want_margin=False)
 
 
 @contextmanager

@@ -6,15 +6,17 @@ drafts must be. Faults are put between client and worker by `FaultyChannel`.
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from tests.fakes.channel import WrappedChannel
 from tests.fakes.drafters import ArithmeticDrafter, expected, info
+from tests.fakes.shape import shape_for
 
 from farspark.clock import Deadline
 from farspark.engine.breaker import Breaker
@@ -23,15 +25,16 @@ from farspark.engine.depth import NOut
 from farspark.engine.depth_control import DepthControl
 from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
 from farspark.engine.round import Phase, RemoteRound, RoundInput, RoundRequest
-from farspark.engine.shape import ModelShape
 from farspark.errors import TransportError
 from farspark.stats import Stats
-from farspark.transport import Channel, Endpoint, Piece, connect, parse_endpoint
+from farspark.transport import Channel, Endpoint, connect, parse_endpoint
 from farspark.wire import codec
 from farspark.wire.layout import MAX_REPLY_BYTES
 from farspark.worker.config import WorkerConfig
 from farspark.worker.server import Server
 
+# What is allowed for connecting: more on a machine that is emulated.
+PATIENCE_S = float(os.environ.get("TEST_PATIENCE_S", "5"))
 RING = 6
 CONTEXT = 10
 SLOTS = 4
@@ -42,49 +45,30 @@ def row_of(request: int, position: int) -> bytes:
     return struct.pack("<QQ", request, position)
 
 
-class FaultyChannel:
+class FaultyChannel(WrappedChannel):
     """A channel whose next exchange goes wrong as told: once."""
 
     def __init__(self, inner: Channel) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.late = False  # the next reply comes after the deadline
         self._waiting: memoryview | None = None
         self.cut = False  # the connection dies instead of the next reply
         self.status: int | None = None  # frame status of the next reply
         self.corrupt: tuple[int, bytes] | None = None  # offset from the end of the next reply, bytes to put there
 
-    @property
-    def lane(self) -> str:
-        return self._inner.lane
-
-    @property
-    def is_closed(self) -> bool:
-        return self._inner.is_closed
-
-    @property
-    def max_frame_bytes(self) -> int:
-        return self._inner.max_frame_bytes
-
-    @max_frame_bytes.setter
-    def max_frame_bytes(self, limit: int) -> None:
-        self._inner.max_frame_bytes = limit
-
-    def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
-        self._inner.send(pieces, deadline)
-
     def recv(self, deadline: Deadline) -> memoryview:
         if self.late:
             # The worker is done with the step by then, so that the next fault hits the next step.
             self.late = False
-            self._waiting = self._inner.recv(deadline)
+            self._waiting = super().recv(deadline)
             raise TimeoutError("told to be late")
         if self._waiting is not None:
             frame, self._waiting = self._waiting, None
             return frame
-        frame = self._inner.recv(deadline)
+        frame = super().recv(deadline)
         if self.cut:
             self.cut = False
-            self._inner.close()
+            self.close()
             raise TransportError("told to be cut")
         if self.status is not None:
             # A worker that answers so has changed nothing: its sentence is the whole payload.
@@ -99,12 +83,6 @@ class FaultyChannel:
             changed[at : at + len(put)] = put
             return memoryview(changed)
         return frame
-
-    def recv_head(self, head_bytes: int, deadline: Deadline) -> tuple[memoryview, int]:
-        return self._inner.recv_head(head_bytes, deadline)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 @dataclass(slots=True)
@@ -134,6 +112,7 @@ class World:
     """`with World() as world`, then `step` rounds of rows."""
 
     seed: int = 0
+    listen: str = ""  # where the worker listens; empty: in memory
     timeout_s: float = 5.0
     want_margin: bool = False
     trip: int = 0  # off
@@ -149,17 +128,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.endpoint = parse_endpoint(f"memory://world-{id(self)}{self.name}")
-        self.shape = ModelShape(
-            num_drafts=INFO.num_drafts,
-            vocab_size=INFO.vocab_size,
-            hidden_size=INFO.hidden_size,
-            taps=INFO.taps,
-            slots=SLOTS,
-            context=CONTEXT,
-            ring=RING,
-            max_position=INFO.max_position,
-        )
+        self.endpoint = parse_endpoint(self.listen or f"memory://world-{id(self)}{self.name}")
+        self.shape = shape_for(INFO, ring=RING)
         self.result = PackedResult.empty(ResultLayout(SLOTS, INFO.num_drafts))
         self.by_slot: dict[int, WorldRequest] = {}
         self.start_worker()
@@ -169,7 +139,7 @@ class World:
         self.client = Client(
             hello,
             [self.endpoint],
-            connect_timeout_s=5,
+            connect_timeout_s=PATIENCE_S,
             backoff_s=0.001,
             backoff_max_s=0.002,
             stats=self.stats,
@@ -197,8 +167,16 @@ class World:
         self.stop_worker()
 
     def start_worker(self) -> None:
-        config = WorkerConfig(checkpoint=Path("none"), listen=self.endpoint, slots=SLOTS, context=CONTEXT)
+        config = WorkerConfig(
+            checkpoint=Path("none"),
+            listen=self.endpoint,
+            slots=SLOTS,
+            context=CONTEXT,
+            allow_unauthenticated_network=True,
+        )
         self.server = Server(self.drafter, config)
+        # Where it listens again once it is restarted.
+        self.endpoint = parse_endpoint(self.server.endpoint)
         self._serving = threading.Thread(target=self.server.serve)
         self._serving.start()
 
@@ -207,7 +185,7 @@ class World:
         self._serving.join()
 
     def wait_ready(self) -> None:
-        assert self.client.wait_ready(Deadline.after(10)), self.client.last_failure
+        assert self.client.wait_ready(Deadline.after(2 * PATIENCE_S)), self.client.last_failure
 
     def _connect(self, endpoint: Endpoint, deadline: Deadline) -> Channel:
         self.channel = FaultyChannel(connect(endpoint, deadline, max_frame_bytes=MAX_REPLY_BYTES))

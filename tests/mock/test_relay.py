@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from tests.fakes.engine_world import CONTEXT, INFO, SLOTS, Row, World
+from tests.fakes.shape import shape_for
 
 from farspark.clock import Deadline
 from farspark.engine.client import Client, ClientState
 from farspark.engine.result import RoundOutcome
 from farspark.engine.round import SILENT_STEPS
-from farspark.engine.shape import ModelShape
 from farspark.errors import ConfigError, Refused, TransportError
 from farspark.mock.drafter import mock_info
 from farspark.mock.faults import KINDS, Fault
@@ -39,16 +39,7 @@ SHAPE = mock_info(
 
 
 def hello_of(identity: bytes) -> Hello:
-    shape = ModelShape(
-        num_drafts=INFO.num_drafts,
-        vocab_size=INFO.vocab_size,
-        hidden_size=INFO.hidden_size,
-        taps=INFO.taps,
-        slots=SLOTS,
-        context=CONTEXT,
-        ring=CONTEXT,
-        max_position=INFO.max_position,
-    )
+    shape = shape_for(INFO, slots=SLOTS, context=CONTEXT, ring=CONTEXT)
     return shape.hello(engine="engine", identity=identity, markov_identity=identity, want_margin=False)
 
 
