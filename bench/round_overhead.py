@@ -2,9 +2,11 @@
 socket exchange of the same bytes between two processes, with the same socket options.
 
 The sides are measured in alternating blocks, so that all see the same machine. Two bare ones: blocking, to which the ratio
-is taken, and one that spins as Farspark's client does. Then both sides run once more with time stamps on either end, which
-cost a microsecond or two: they say where the time of a round is. At last the same work is timed alone, in a tight loop: in
-a real round each part runs once, with caches that the rows have just swept. Run from the root of the repository:
+is taken, and one that spins as Farspark's client does. One straight one: the work of a round in one straight piece of Python
+on either side, without channel, codec, session or server, for decode steps in which nothing is out of the ordinary: the least
+that Python can do. Then both sides run once more with time stamps on either end, which cost a microsecond or two: they say
+where the time of a round is. At last the same work is timed alone, in a tight loop: in a real round each part runs once, with
+caches that the rows have just swept. Run from the root of the repository:
 `python bench/round_overhead.py`.
 """
 
@@ -23,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +42,32 @@ from farspark.stats import Stats  # noqa: E402
 from farspark.transport import Channel, parse_endpoint, parse_endpoints  # noqa: E402
 from farspark.transport.base import Piece  # noqa: E402
 from farspark.transport.tcp import DEFAULT_CONNECT_SPIN_US  # noqa: E402
-from farspark.wire import codec  # noqa: E402
-from farspark.wire.layout import EntryFlag, HeaderFlag, Operation, StepFlag  # noqa: E402
-from farspark.wire.messages import Entry, Header, StepReply  # noqa: E402
-from farspark.worker.batch import DraftBatch, DraftResult  # noqa: E402
+from farspark.wire import codec, layout  # noqa: E402
+from farspark.wire.layout import EntryFlag, StepFlag  # noqa: E402
+from farspark.wire.messages import Entry, Step, StepReply  # noqa: E402
+from farspark.worker.batch import DraftBatch, DraftEntry, DraftResult, make_draft_entry  # noqa: E402
 from farspark.worker.config import WorkerConfig  # noqa: E402
 from farspark.worker.server import Server  # noqa: E402
-from farspark.worker.session import Session, SlotPool  # noqa: E402
+from farspark.worker.session import Plan, Session, SlotPool  # noqa: E402
 
 REQUESTS, NUM_DRAFTS, CONTEXT, VOCAB = 4, 5, 128, 129280
 INFO = info(taps=3, hidden_size=4096, num_drafts=NUM_DRAFTS, vocab_size=VOCAB, slots=REQUESTS, context=CONTEXT)
 SESSION = 0x1234
+
+
+def joined(*forms: struct.Struct | str) -> struct.Struct:
+    return struct.Struct(
+        "<" + "".join([form if isinstance(form, str) else form.format.removeprefix("<") for form in forms])
+    )
+
+
+STRAIGHT_STEP = joined("I", layout.HEADER, layout.STEP, *[layout.ENTRY] * REQUESTS)
+STRAIGHT_REPLY_HEAD = joined("I", layout.HEADER, layout.STEP_REPLY, *[layout.ENTRY_REPLY] * REQUESTS)
+STRAIGHT_REPLY = joined(STRAIGHT_REPLY_HEAD, f"{2 * REQUESTS * NUM_DRAFTS}I")
+NO_FLAGS = StepFlag(0)
 NEED_DRAFT, NEW_GEN = int(EntryFlag.NEED_DRAFT), int(EntryFlag.NEW_GEN)
 Microseconds = list[float]
+FOR_SERVERS: list[str] = []  # arguments that every server gets
 now_ns = time.monotonic_ns  # one clock for all processes of a machine
 
 
@@ -161,13 +176,116 @@ def start(stack: ExitStack, *arguments: str) -> str:
     """Start this script as a server and return the line that it prints first."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(
-        [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+        [sys.executable, __file__, *arguments, *FOR_SERVERS],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=ROOT,
     )
     stack.callback(process.wait)
     stack.callback(process.kill)
     assert process.stdout is not None
     stack.callback(process.stdout.close)
     return process.stdout.readline().strip()
+
+
+def serve_straight(rows_each: int) -> None:
+    """Judge while the rows arrive, draft, answer; anything that is not an ordinary decode step is an error."""
+    frame_bytes = STRAIGHT_STEP.size + REQUESTS * rows_each * INFO.row_bytes
+    memory = bytearray(frame_bytes)
+    view = memoryview(memory)
+    drafter = NoopDrafter(INFO)
+    generations, starts, ends = [1] * REQUESTS, [0] * REQUESTS, [0] * REQUESTS
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        print(listener.getsockname()[1], flush=True)
+        sock, _ = listener.accept()
+    with sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while arrived := sock.recv_into(memory):
+            head = STRAIGHT_STEP.unpack_from(memory)
+            session, sequence, step_id, n_rows = head[5], head[6], head[10], head[13]
+            assert head[:5] == (frame_bytes - 4, layout.MAGIC, layout.VERSION, 2, 0)
+            assert head[9] == frame_bytes - 36
+            assert head[11] == REQUESTS
+            entries = head[14:]
+            assert n_rows * INFO.row_bytes == frame_bytes - STRAIGHT_STEP.size
+            assert sum(entries[3::9]) == n_rows
+            assert len(set(entries[0::9])) == REQUESTS
+            drafts: list[DraftEntry] = []
+            replies: list[int] = []
+            fields = iter(entries)
+            for slot, generation, first, rows, anchor, anchor_pos, flags, _, n_out in zip(*[fields] * 9, strict=True):
+                assert slot < REQUESTS
+                assert generation == generations[slot]
+                assert first == ends[slot]
+                assert anchor_pos == first + rows <= INFO.max_position
+                assert flags == NEED_DRAFT
+                assert 0 <= anchor < VOCAB
+                assert n_out <= NUM_DRAFTS
+                ends[slot] = anchor_pos
+                start = starts[slot] = max(starts[slot], anchor_pos - CONTEXT)
+                drafts.append(make_draft_entry((slot, False, first, rows, start, anchor, True, n_out or NUM_DRAFTS)))
+                replies += (
+                    slot,
+                    generation,
+                    anchor_pos - start,
+                    1 if start > 0 and anchor_pos - start < CONTEXT else 0,
+                )
+            sizes = STRAIGHT_REPLY.size - 4, STRAIGHT_REPLY.size - 36
+            answer = STRAIGHT_REPLY_HEAD.pack(
+                sizes[0], layout.MAGIC, layout.VERSION, 2, 1, session, sequence, 0, 0, sizes[1],
+                step_id, REQUESTS, NUM_DRAFTS, 0, 0, 0, 0, *replies,
+            )  # fmt: skip
+            batch = DraftBatch(drafts, view[STRAIGHT_STEP.size :])
+            if arrived < frame_bytes:
+                sock.recv_into(view[arrived:], 0, socket.MSG_WAITALL)
+            result = drafter.draft(batch)
+            assert all(result.ok)
+            sock.sendmsg([answer, result.tokens, result.confidences])
+
+
+class StraightRound:
+    """The client's part of it, with every check of the reply."""
+
+    def __init__(self, sock: socket.socket, rows_each: int) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.rows_each = rows_each
+        self.rows = memoryview(os.urandom(REQUESTS * rows_each * INFO.row_bytes))
+        self.frame_bytes = STRAIGHT_STEP.size + len(self.rows)
+        self.reply = bytearray(STRAIGHT_REPLY.size)
+        self.position = self.sequence = 0
+
+    def __call__(self) -> float:
+        first, self.position = self.position, self.position + self.rows_each
+        entries = [
+            Entry(slot, 1, first, self.rows_each, 7, self.position, NEED_DRAFT, NUM_DRAFTS) for slot in range(REQUESTS)
+        ]
+        started = now_ns()
+        self.sequence += 1
+        head = STRAIGHT_STEP.pack(
+            self.frame_bytes - 4, layout.MAGIC, layout.VERSION, 2, 0, SESSION, self.sequence, 0, 0, self.frame_bytes - 36,
+            self.sequence, len(entries), 0, sum([entry.n_rows for entry in entries]), *chain.from_iterable(entries),
+        )  # fmt: skip
+        sent = self.sock.sendmsg([head, self.rows])
+        if sent < self.frame_bytes:
+            self.sock.sendall(b"".join([head, self.rows])[sent:])
+        spin(self.sock, memoryview(self.reply), 5_000_000)
+        got = STRAIGHT_REPLY.unpack(self.reply)
+        answers, values = got[17 : 17 + 4 * REQUESTS], got[17 + 4 * REQUESTS :]
+        is_right = (
+            got[1:9] == (layout.MAGIC, layout.VERSION, 2, 1, SESSION, self.sequence, 0, 0)
+            and got[10:13] == (self.sequence, REQUESTS, NUM_DRAFTS)
+            and answers[0::4] == tuple([entry.slot for entry in entries])
+            and answers[1::4] == tuple([entry.generation for entry in entries])
+            and max(answers[2::4]) <= CONTEXT
+            and max(answers[3::4]) <= 1
+            and max(values[: REQUESTS * NUM_DRAFTS]) < VOCAB
+            and max(values[REQUESTS * NUM_DRAFTS :]) <= 0x3F800000  # 1.0
+        )
+        ended = now_ns()
+        assert is_right, got
+        return (ended - started) / 1000
 
 
 class FarsparkRound:
@@ -186,6 +304,7 @@ class FarsparkRound:
     def __init__(self, endpoint: str, rows_each: int, stamps: Stamps | None) -> None:
         self.rows_each = rows_each
         self.rows = memoryview(os.urandom(REQUESTS * rows_each * INFO.row_bytes))
+        self.pieces = [self.rows]
         self.positions = [0] * REQUESTS
         self.step_id = 0
         self.stamps = stamps
@@ -244,7 +363,7 @@ class FarsparkRound:
         entries = self.entries()
         started = now_ns()
         self.step_id += 1
-        reply = self.client.step(self.connection, self.step_id, entries, [self.rows], StepFlag(0), Deadline.after(5))
+        reply = self.client.step(self.connection, self.step_id, entries, self.pieces, NO_FLAGS, Deadline.after(5))
         fault = fault_of(reply, entries, self.step_id)
         ended = now_ns()
         check(fault, reply)
@@ -320,29 +439,33 @@ def alone(rows_each: int, repeats: int = 3000) -> dict[str, float]:
         samples.setdefault(name, []).append((time.perf_counter_ns() - started) / 1000)
         return result
 
-    def take_apart(whole: memoryview) -> Any:
-        _, payload = codec.decode_frame(whole)
-        return codec.decode_step(payload, INFO.row_bytes)
+    def take_apart(whole: memoryview) -> Step:
+        assert codec.peek_step(whole, SESSION) is not None
+        return codec.decode_step(whole[layout.HEADER.size :], INFO.row_bytes)
 
-    def reply_frame(reply: StepReply) -> bytes:
-        header = Header(Operation.STEP, SESSION, 1, 0, HeaderFlag.REPLY)
-        return codec.encode_frame(header, codec.encode_step_reply(reply))
+    def judge(step: Step) -> tuple[Plan, bytearray]:
+        plan = session.plan(step)
+        expected = StepReply(1, NUM_DRAFTS, 0, plan.replies, memoryview(b""), memoryview(b""))
+        return plan, codec.encode_step_reply_head(SESSION, 1, expected)
 
     def judge_reply(answer: bytes) -> str | None:
-        _, payload = codec.decode_frame(memoryview(answer))
-        return fault_of(codec.decode_step_reply(payload), made, 1)
+        reply = codec.decode_answer(memoryview(answer), SESSION, 1)
+        assert reply is not None
+        return fault_of(reply, made, 1)
 
     for _ in range(repeats):
         made = entries()
         encoded = timed("client: encode head", head)
         step = take_apart(memoryview(encoded + rows))
         timed("worker: decode frame", lambda: take_apart(frame))
-        plan = timed("worker: session, judge", lambda: session.plan(step))  # noqa: B023
+        plan, reply_head = timed("worker: judge, encode the reply's head", lambda: judge(step))  # noqa: B023
         batch = session.batch(plan)
         assert batch is not None
         result = timed("worker: drafter", lambda: drafter.draft(batch))  # noqa: B023
         reply = timed("worker: session, reply", lambda: session.complete(plan, result, 1))  # noqa: B023
-        answer = timed("worker: encode reply", lambda: reply_frame(reply))  # noqa: B023
+        pieces = timed("worker: finish the reply", lambda: codec.finish_step_reply(reply_head, reply))  # noqa: B023
+        answer = b"".join(pieces)
+        timed("worker: count, once it is sent", lambda: session.count(plan, reply))  # noqa: B023
         check(timed("client: decode and check", lambda: judge_reply(answer)), reply)  # noqa: B023
         at += rows_each
     return {name: share(values, 0.5) for name, values in samples.items()}
@@ -376,6 +499,10 @@ def measure(rows_each: int, blocks: int, rounds: int, spin: str, client_spin: st
             sock = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             return BareRound(sock, request_bytes, reply_bytes, spin_us, Stamps(stamps) if stamps else None)
 
+        def straight() -> StraightRound:
+            port = int(start(stack, "--role", "straight", "--rows", str(rows_each)))
+            return StraightRound(stack.enter_context(socket.create_connection(("127.0.0.1", port))), rows_each)
+
         stamped: dict[str, FarsparkRound | BareRound] = {
             "farspark": farspark(stamps_file()),
             "bare": bare(stamps=stamps_file()),
@@ -384,6 +511,7 @@ def measure(rows_each: int, blocks: int, rounds: int, spin: str, client_spin: st
             "farspark": farspark(),
             "bare": bare(),
             "bare_spinning": bare(DEFAULT_CONNECT_SPIN_US),
+            "straight": straight(),
             **{f"{name}_stamped": side for name, side in stamped.items()},
         }
         measured: dict[str, Microseconds] = {name: [] for name in sides}
@@ -405,6 +533,7 @@ def measure(rows_each: int, blocks: int, rounds: int, spin: str, client_spin: st
         result[name] = {"p50": share(values, 0.5), "p99": share(values, 0.99)}
     for name in ("bare", "bare_spinning"):
         result[f"ratio_to_{name}"] = {at: result["farspark"][at] / result[name][at] for at in ("p50", "p99")}
+    result["straight_ratio"] = {at: result["straight"][at] / result["bare"][at] for at in ("p50", "p99")}
     result["parts"] = parts
     result["alone"] = alone(rows_each)
     return result
@@ -422,7 +551,9 @@ def show(rows_each: int, result: dict[str, Any]) -> None:
     print(f"{'microseconds':<46}{'p50':>10}{'p99':>10}")
     line("bare exchange, blocking", result["bare"])
     line("bare exchange, spinning", result["bare_spinning"])
+    line("straight Python, no-op drafter", result["straight"])
     line("Farspark round, no-op drafter", result["farspark"])
+    line("ratio of the straight one", result["straight_ratio"], ".2f")
     line("ratio to the blocking one", result["ratio_to_bare"], ".2f")
     line("ratio to the spinning one", result["ratio_to_bare_spinning"], ".2f")
     ours, bare = result["parts"]["farspark"], result["parts"]["bare"]
@@ -445,16 +576,26 @@ def main() -> None:
     parser.add_argument("--worker-spin", default="", help="option text for the worker's endpoint, as ?spin_us=50")
     parser.add_argument("--client-spin", default="", help="the same for the client's")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--role", choices=("worker", "bare"), help=argparse.SUPPRESS)
+    parser.add_argument("--pin", action="store_true", help="the client on one CPU, the servers on another")
+    parser.add_argument("--cpu", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=("worker", "bare", "straight"), help=argparse.SUPPRESS)
     parser.add_argument("--bare", help=argparse.SUPPRESS)
     parser.add_argument("--stamps", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.role == "worker":
+    if options.cpu is not None:
+        os.sched_setaffinity(0, {options.cpu})
+    if options.role == "straight":
+        serve_straight(int(options.rows))
+    elif options.role == "worker":
         serve_worker(options.worker_spin, options.stamps)
     elif options.role == "bare":
         request_bytes, reply_bytes, spin_us = map(int, options.bare.split(","))
         serve_bare(request_bytes, reply_bytes, spin_us, options.stamps)
     else:
+        if options.pin:
+            ours, theirs, *_ = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {ours})
+            FOR_SERVERS.extend(["--cpu", str(theirs)])
         results = {}
         for rows_each in map(int, options.rows.split(",")):
             results[rows_each] = measure(

@@ -108,9 +108,9 @@ def random_program(rng: random.Random, length: int) -> Iterator[Op]:
             yield Round(rows, fault)
 
 
-def run(program: Sequence[Op], tally: Tally, *, seed: int = 0) -> None:
-    """Raises Mismatch at the first thing that is wrong."""
-    with World(seed=seed, timeout_s=TIMEOUT_S, want_margin=True, trip=3, cooldown=4) as world:
+def run(program: Sequence[Op], tally: Tally, *, seed: int = 0, listen: str = "") -> None:
+    """Raises Mismatch at the first thing that is wrong. `listen`: where the worker listens; empty: in memory."""
+    with World(seed=seed, listen=listen, timeout_s=TIMEOUT_S, want_margin=True, trip=3, cooldown=4) as world:
         for op in program:
             match op:
                 case Admit(slot, start):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -8,14 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from tests.transport.contract import LIMIT, ChannelContract, Elsewhere, recv_on, soon
 
 from farspark.clock import Deadline
 from farspark.errors import ConfigError, ProtocolError, TransportError
-from farspark.transport import Channel, Endpoint, Listener, connect, listen
+from farspark.transport import Channel, Endpoint, Listener, Piece, connect, listen
 from farspark.transport.tcp import TcpChannel
 
 
@@ -200,7 +201,73 @@ def test_a_reset_is_a_transport_error(raw: tuple[socket.socket, TcpChannel]) -> 
         channel.recv(soon())
 
 
-def tiny_pair() -> tuple[TcpChannel, TcpChannel]:
+class Counting(TcpChannel):
+    """Counts how often it asked the socket, and how often it slept."""
+
+    asked = slept = 0
+
+    def _read_some(self, flags: int) -> bool:
+        self.asked += 1
+        return super()._read_some(flags)
+
+    def _wait(self, interest: int, deadline: Deadline, what: str) -> int:
+        self.slept += 1
+        return super()._wait(interest, deadline, what)
+
+
+def counting(spin_us: int) -> tuple[socket.socket, Counting]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        bare = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+    return bare, Counting(accepted, max_frame_bytes=1000, spin_us=spin_us)
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_a_wait_spins_as_long_as_it_is_told_and_then_sleeps(is_bounded: bool) -> None:
+    bare, channel = counting(spin_us=20_000)
+    with bare, channel:
+        waiting = Elsewhere(lambda: bytes(channel.recv(soon() if is_bounded else Deadline.never())))
+        time.sleep(0.3)
+        asked, slept = channel.asked, channel.slept
+        assert asked > 3
+        assert slept == 1
+        time.sleep(0.1)
+        assert channel.asked == asked, "it goes on asking instead of sleeping"
+        bare.sendall(b"\x02\x00\x00\x00hi")
+        assert waiting.result() == b"hi"
+
+
+def test_a_wait_that_may_not_spin_sleeps_at_once() -> None:
+    bare, channel = counting(spin_us=0)
+    with bare, channel:
+        with pytest.raises(TimeoutError):
+            channel.recv(soon(0.05))
+        assert (channel.asked, channel.slept) == (1, 1)
+
+
+def test_spinning_never_outlasts_the_deadline_HALF_OPEN() -> None:
+    bare, channel = counting(spin_us=1_000_000)
+    with bare, channel:
+        started = time.monotonic()
+        with pytest.raises(TimeoutError):
+            channel.recv(soon(0.05))
+        assert time.monotonic() - started < 0.5
+
+
+def test_each_side_has_its_own_time_to_spin() -> None:
+    for ours, theirs in (("", ""), ("?spin_us=70", ""), ("", "?spin_us=90"), ("?spin_us=0", "?spin_us=5")):
+        with listen(f"tcp://127.0.0.1:0{theirs}", max_frame_bytes=LIMIT) as listener:  # type: ignore[attr-defined]
+            channel = connect(f"{listener.endpoint}{ours}", soon())
+            accepted = listener.accept(soon())
+            assert isinstance(channel, TcpChannel)
+            assert isinstance(accepted, TcpChannel)
+            expected = [int(one.rpartition("=")[2] or default) for one, default in ((ours, 200), (theirs, 0))]
+            assert [round(one._spin_s * 1e6) for one in (channel, accepted)] == expected
+            channel.close()
+            accepted.close()
+
+
+def tiny_pair(spin_us: int = 0) -> tuple[TcpChannel, TcpChannel]:
     """Two channels whose sockets hold a few kilobytes."""
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
@@ -213,13 +280,14 @@ def tiny_pair() -> tuple[TcpChannel, TcpChannel]:
     for sock in (bare, accepted):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     return (
-        TcpChannel(bare, max_frame_bytes=LIMIT, spin_us=0),
-        TcpChannel(accepted, max_frame_bytes=LIMIT, spin_us=0),
+        TcpChannel(bare, max_frame_bytes=LIMIT, spin_us=spin_us),
+        TcpChannel(accepted, max_frame_bytes=LIMIT, spin_us=spin_us),
     )
 
 
-def test_large_frames_both_ways_through_tiny_buffers_do_not_deadlock_SLOW_PEER() -> None:
-    ours, theirs = tiny_pair()
+@pytest.mark.parametrize("spin_us", [0, 200])
+def test_large_frames_both_ways_through_tiny_buffers_do_not_deadlock_SLOW_PEER(spin_us: int) -> None:
+    ours, theirs = tiny_pair(spin_us)
     size = 300_000
 
     def exchange(channel: TcpChannel, byte: int) -> bytes:
@@ -454,14 +522,6 @@ def test_binding_to_an_own_address_and_to_a_foreign_one_ADDR() -> None:
         connect("tcp://127.0.0.1:0", soon())
 
 
-@pytest.mark.parametrize("scheme", ["ucx", "o1rdma", "o1tcp"])
-def test_a_scheme_without_its_transport_is_said(scheme: str) -> None:
-    with pytest.raises(ConfigError, match=r"no UCX transport; use tcp://127\.0\.0\.1:1"):
-        connect(f"{scheme}://127.0.0.1:1", soon())
-    with pytest.raises(ConfigError, match="no UCX transport"):
-        listen(f"{scheme}://127.0.0.1:1", max_frame_bytes=LIMIT)
-
-
 def test_the_sockets_carry_the_options_that_bound_a_dead_peer_HALF_OPEN() -> None:
     with listen("tcp://127.0.0.1:0", max_frame_bytes=LIMIT) as listener:  # type: ignore[attr-defined]
         ours: Channel = connect(listener.endpoint, soon())
@@ -507,3 +567,38 @@ def test_a_wait_without_a_deadline_takes_a_frame_larger_than_the_buffers() -> No
     assert waiting.result() == bytes(2_000_000)
     for end in (ours, theirs, listener):
         end.close()
+
+
+class ClosedInBetween(TcpChannel):
+    """Is closed, as by another thread, just before it says that it is used, or just before it says that it is not any more."""
+
+    at: bool | None = None
+    used_after_close = False
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._busy
+
+    @_is_busy.setter
+    def _is_busy(self, value: bool) -> None:
+        if value == self.at:
+            self.close()
+        self._busy = value
+
+    def _send_some(self, buffers: Sequence[Piece]) -> int:
+        self.used_after_close |= self._is_closed
+        return super()._send_some(buffers)
+
+
+@pytest.mark.parametrize("at", [True, False])
+def test_a_close_between_two_looks_leaves_no_descriptor_open_and_none_in_use(at: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        channel = ClosedInBetween(ours, max_frame_bytes=LIMIT, spin_us=0)
+        channel.at = at
+        with contextlib.suppress(TransportError):
+            channel.send([b"frame"], soon())
+        assert ours.fileno() == -1
+        assert not channel.used_after_close
+        with pytest.raises(TransportError, match="closed"):
+            channel.send([b"frame"], soon())

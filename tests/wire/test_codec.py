@@ -192,12 +192,83 @@ def test_a_step_is_these_bytes_and_its_rows_are_a_view() -> None:
 
 
 def test_the_head_of_a_step_ends_where_its_rows_begin() -> None:
-    payload = memoryview(STEP_BYTES)
-    head_bytes = codec.step_head_bytes(payload)
-    assert payload[head_bytes:] == ROWS
-    assert codec.step_head_bytes(payload[:16]) == head_bytes
-    with pytest.raises(ProtocolError, match="STEP of 15 bytes"):
-        codec.step_head_bytes(payload[:15])
+    header = Header(Operation.STEP, 7, 3, len(STEP_BYTES))
+    frame = memoryview(codec.encode_frame(header, STEP_BYTES))
+    assert codec.decode_frame(frame) == (header, frame[32:])
+    peeked = codec.peek_step(frame, 7)
+    assert peeked is not None
+    assert peeked[0] == header
+    assert frame[peeked[1] :] == ROWS
+    # Rows and entries need not be there yet.
+    hollow = memoryview(bytearray(frame[:48]) + bytes(len(frame) - 48))
+    assert codec.peek_step(hollow, 7) == peeked
+
+
+@pytest.mark.parametrize("length", [0, 31, 47])
+def test_a_frame_too_short_to_be_a_step_or_its_answer_is_neither(length: int) -> None:
+    frame = memoryview(codec.encode_frame(Header(Operation.STEP, 7, 3, 0), STEP_BYTES))[:length]
+    assert codec.peek_step(frame, 7) is None
+    assert codec.decode_answer(frame, 7, 3) is None
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        Header(Operation.PING, 7, 3, 0),
+        Header(Operation.STEP, 8, 3, 0),
+        Header(Operation.STEP, 7, 3, 0, HeaderFlag.REPLY),
+        Header(Operation.STEP, 7, 3, 0, version=2),
+    ],
+)
+def test_what_is_no_plain_step_of_the_session_is_not_peeked_at(header: Header) -> None:
+    assert codec.peek_step(memoryview(codec.encode_frame(header, STEP_BYTES)), 7) is None
+
+
+def test_a_step_whose_length_is_not_the_frames_is_not_peeked_at() -> None:
+    frame = codec.encode_frame(Header(Operation.STEP, 7, 3, 0), STEP_BYTES)
+    assert codec.peek_step(memoryview(frame + b"x"), 7) is None
+    assert codec.peek_step(memoryview(b"x" + frame[1:]), 7) is None
+
+
+ANSWER = Header(Operation.STEP, 7, 3, 0, HeaderFlag.REPLY)
+
+
+def test_the_answer_to_a_step_is_decoded_in_one_go() -> None:
+    answer = codec.decode_answer(memoryview(codec.encode_frame(ANSWER, REPLY_BYTES)), 7, 3)
+    assert answer is not None
+    assert same_reply(answer, codec.decode_step_reply(memoryview(REPLY_BYTES)))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        ANSWER._replace(operation=Operation.PING),
+        ANSWER._replace(session=8),
+        ANSWER._replace(sequence=2),
+        ANSWER._replace(flags=0),
+        ANSWER._replace(status=FrameStatus.BUSY),
+        ANSWER._replace(version=2),
+    ],
+)
+def test_any_other_frame_is_not_the_answer(header: Header) -> None:
+    assert codec.decode_answer(memoryview(codec.encode_frame(header, REPLY_BYTES)), 7, 3) is None
+
+
+def test_an_answer_whose_length_is_not_the_frames_is_none_and_a_wrong_payload_is_an_error() -> None:
+    frame = codec.encode_frame(ANSWER, REPLY_BYTES)
+    assert codec.decode_answer(memoryview(frame + b"x"), 7, 3) is None
+    assert codec.decode_answer(memoryview(b"x" + frame[1:]), 7, 3) is None
+    with pytest.raises(ProtocolError, match="STEP reply of"):
+        codec.decode_answer(memoryview(codec.encode_frame(ANSWER, REPLY_BYTES + b"x")), 7, 3)
+
+
+@pytest.mark.parametrize("margins", [False, True])
+def test_a_reply_finished_from_a_head_is_the_reply_encoded_whole(margins: bool) -> None:
+    reply = REPLY if margins else REPLY._replace(margins=None, flags=0)
+    early = reply._replace(worker_us=0, tokens=memoryview(b""), confidences=memoryview(b""), margins=None)
+    head = codec.encode_step_reply_head(7, 3, early)
+    whole = b"".join(codec.finish_step_reply(head, reply))
+    assert whole == codec.encode_frame(ANSWER, codec.encode_step_reply(reply))
 
 
 def test_a_step_reply_is_these_bytes_and_its_arrays_are_views() -> None:
@@ -344,15 +415,49 @@ def test_a_message_is_cut_at_its_limit_and_read_whatever_it_holds() -> None:
     assert "\ufffd" in codec.decode_message(memoryview(b"\xff\xfe"))
 
 
+def test_what_a_peer_says_forges_no_line_of_a_log_and_steers_no_terminal() -> None:
+    said = "no\n2026-11-29 ERROR forged\r\x1b[2J\u2028\u202e é"
+    read = "no\ufffd2026-11-29 ERROR forged\ufffd\ufffd[2J\ufffd\ufffd é"
+    assert codec.decode_message(memoryview(said.encode())) == read
+    assert codec.decode_hello(memoryview(codec.encode_hello(replace(HELLO, engine=said)))).engine == read
+    welcome = codec.decode_welcome(
+        memoryview(codec.encode_welcome(replace(WELCOME, kind=said, worker=said, message=said)))
+    )
+    assert (welcome.kind, welcome.worker, welcome.message) == (read, read, read)
+
+
+def test_texts_above_their_limits_are_refused_FRAMING() -> None:
+    """The longest that fit their u16 would otherwise be kept, shown and logged for whoever connects."""
+    for limit, at, fixed in (
+        (layout.MAX_NAME_BYTES, 94, HELLO_BYTES[: layout.HELLO.size]),
+        (layout.MAX_NAME_BYTES, 88, WELCOME_BYTES[: layout.WELCOME.size]),
+        (layout.MAX_NAME_BYTES, 90, WELCOME_BYTES[: layout.WELCOME.size]),
+        (layout.MAX_MESSAGE_BYTES, 92, WELCOME_BYTES[: layout.WELCOME.size]),
+    ):
+        decode = codec.decode_hello if len(fixed) == layout.HELLO.size else codec.decode_welcome
+        lengths = 94 if len(fixed) == layout.HELLO.size else 88
+        bare = bytearray(fixed)
+        bare[lengths : lengths + (2 if lengths == 94 else 6)] = bytes(2 if lengths == 94 else 6)
+        for size in (limit, limit + 1):
+            bare[at : at + 2] = struct.pack("<H", size)
+            payload = memoryview(bytes(bare) + b"x" * size)
+            if size == limit:
+                decode(payload)
+            else:
+                with pytest.raises(ProtocolError, match=f"text of {size} bytes, at most {limit}"):
+                    decode(payload)
+
+
 def test_a_refusal_is_read_from_a_welcome_and_from_a_sentence() -> None:
     assert codec.decode_refusal(Operation.HELLO, memoryview(WELCOME_BYTES)) == "no: é"
     assert codec.decode_refusal(Operation.HELLO, memoryview(b"a sentence")) == "a sentence"
-    assert codec.decode_refusal(Operation.STEP, memoryview(WELCOME_BYTES)).startswith("\x00\x01")
+    assert codec.decode_refusal(Operation.STEP, memoryview(WELCOME_BYTES)).startswith("\ufffd" * 8)
 
 
 u16, u32, u64 = st.integers(0, 0xFFFF), st.integers(0, 0xFFFFFFFF), st.integers(0, 2**64 - 1)
 digests = st.binary(min_size=32, max_size=32)
-names = st.text(max_size=60)
+printable = st.characters(codec="utf-8").filter(str.isprintable)
+names = st.text(printable, max_size=60)
 hello_flags = st.sampled_from([HelloFlag(bits) for bits in range(4)])
 
 
@@ -393,7 +498,7 @@ def test_hello_round_trips(hello: Hello) -> None:
         max_rows=u32,
         num_drafts=u16,
         flags=hello_flags,
-        message=st.text(max_size=300),
+        message=st.text(printable, max_size=300),
     )
 )
 def test_welcome_round_trips(welcome: Welcome) -> None:

@@ -56,7 +56,9 @@ class Engine:
         plan = self.session.plan(step)
         batch = self.session.batch(plan)
         result = self.drafter.draft(batch) if batch is not None and not fails else None
-        return self.session.complete(plan, result, 12)
+        reply = self.session.complete(plan, result, 12)
+        self.session.count(plan, reply)
+        return reply
 
     def statuses(self, *entries: Entry, **options: bool) -> list[RequestStatus]:
         return [entry.status for entry in self.step(*entries, **options).entries]
@@ -138,6 +140,15 @@ def test_a_round_that_wants_no_drafts_still_appends_its_rows_K0_STATE() -> None:
     assert [(one.window_rows, one.status) for one in reply.entries] == [(5, NOT_NEEDED)]
     assert drafts(reply, 0) == [0] * N
     assert drafts(engine.step(entry(0, 5, 1)), 0) == engine.expect(0, 0, 6)
+
+
+def test_what_an_entry_that_only_appends_says_of_drafts_is_not_handed_on() -> None:
+    engine = Engine()
+    one = entry(0, 0, 1, NEW, n_out=N + 200)
+    plan = engine.session.plan(Step(1, [one], memoryview(row(7, 0))))
+    batch = engine.session.batch(plan)
+    assert batch is not None
+    assert [draft.n_out for draft in batch.entries] == [N]
 
 
 def test_rows_that_do_not_continue_the_window_are_a_gap_and_change_nothing() -> None:

@@ -64,6 +64,11 @@ class Listener(Protocol):
         """The address in use, with the real port where 0 was asked for."""
         ...
 
+    @property
+    def lanes(self) -> str:
+        """What its channels may travel over: "tcp", "ucx rc_mlx5/mlx5_0:1 tcp/eth0"."""
+        ...
+
     def accept(self, deadline: Deadline) -> Channel:
         """The next connection. Raises TimeoutError at the deadline, TransportError after `close`."""
         ...

@@ -185,6 +185,10 @@ class MemoryListener:
     def endpoint(self) -> str:
         return f"memory://{self._name}"
 
+    @property
+    def lanes(self) -> str:
+        return "memory"
+
     def accept(self, deadline: Deadline) -> MemoryChannel:
         with self._changed:
             while True:

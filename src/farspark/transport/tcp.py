@@ -17,10 +17,11 @@ import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 from farspark.clock import Deadline
 from farspark.errors import ConfigError, ProtocolError, TransportError
+from farspark.transport.addresses import SocketAddress, reason, resolve, show
 from farspark.transport.base import Piece
 from farspark.transport.endpoint import Endpoint
 
@@ -46,8 +47,6 @@ _IOV_MAX = 1024
 _DONT_WAIT, _WAIT_ALL = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL)
 _BACKLOG = 128
 
-_Address = tuple[Any, ...]
-
 
 class TcpChannel:
     """A `Channel` over one connected socket, which it owns."""
@@ -60,13 +59,12 @@ class TcpChannel:
         self.max_frame_bytes = max_frame_bytes
         self._spin_s = spin_us / 1e6
         ours, theirs = sock.getsockname(), sock.getpeername()
-        self._lane = f"tcp {_show(ours)} -> {_show(theirs)}"
-        self._theirs = _show(theirs)
+        self._lane = f"tcp {show(ours)} -> {show(theirs)}"
+        self._theirs = show(theirs)
         self._poll = select.poll()
 
-        self._closing = (
-            threading.Lock()
-        )  # guards the two below: the descriptor may not be closed under a call that uses it
+        # The descriptor may not be closed under a call that uses it. A call sets busy and then looks at closed; `close` sets
+        # closed and then looks at busy: whatever the order, one of them sees the other. A lock would cost a round 15 us.
         self._is_closed = False
         self._is_busy = False
 
@@ -95,7 +93,7 @@ class TcpChannel:
 
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         """As `Channel.send`. Raises ValueError for a frame above the wire's own 4 GiB."""
-        frame_bytes = sum([piece.nbytes if isinstance(piece, memoryview) else len(piece) for piece in pieces])
+        frame_bytes = sum([piece.nbytes if type(piece) is memoryview else len(piece) for piece in pieces])
         if frame_bytes > _MAX_LENGTH:
             raise ValueError(f"frame of {frame_bytes} bytes, at most {_MAX_LENGTH}")
         buffers = [_LENGTH.pack(frame_bytes), *pieces]
@@ -110,50 +108,45 @@ class TcpChannel:
     def recv(self, deadline: Deadline) -> memoryview:
         self._begin()
         try:
-            self._read(_WHOLE, deadline)
-            start = self._from + _LENGTH.size
-            self._from = start + self._next_length()
-            return memoryview(self._memory)[start : self._from]
+            end = self._read(_WHOLE, deadline)
+            start, self._from = self._from + _LENGTH.size, end
+            return memoryview(self._memory)[start:end]
         finally:
             self._end()
 
     def recv_head(self, head_bytes: int, deadline: Deadline) -> tuple[memoryview, int]:
         self._begin()
         try:
-            self._read(head_bytes, deadline)
-            if self._from and not self._has(_WHOLE):
+            end = self._read(head_bytes, deadline)
+            if self._from and end > self._to:
                 # Here and not with the rest, which must come to where the caller looks.
+                end -= self._from
                 self._move_to_front()
-            start = self._from + _LENGTH.size
-            end = start + self._next_length()
             self._reserve(end)
+            start = self._from + _LENGTH.size
             return memoryview(self._memory)[start:end], min(self._to, end) - start
         finally:
             self._end()
 
     def close(self) -> None:
-        with self._closing:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            if self._is_busy:
-                # Wakes the thread inside; it closes the descriptor on its way out.
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
-            else:
-                self._socket.close()
+        self._is_closed = True
+        if self._is_busy:
+            # Wakes the thread inside; it closes the descriptor on its way out.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        else:
+            self._socket.close()
 
     def _begin(self) -> None:
-        with self._closing:
-            if self._is_closed:
-                raise TransportError(f"{self._lane}: closed")
-            self._is_busy = True
+        self._is_busy = True
+        if self._is_closed:
+            self._end()
+            raise TransportError(f"{self._lane}: closed")
 
     def _end(self) -> None:
-        with self._closing:
-            self._is_busy = False
-            if self._is_closed:
-                self._socket.close()
+        self._is_busy = False
+        if self._is_closed:
+            self._socket.close()  # which may be closed twice
 
     def _send_some(self, buffers: Sequence[Piece]) -> int:
         """Hand over what fits without waiting; the number of bytes."""
@@ -175,7 +168,7 @@ class TcpChannel:
                 return
             if sent:
                 rest[0] = rest[0][sent:]
-            interest = select.POLLOUT if self._has(_WHOLE) else select.POLLOUT | select.POLLIN
+            interest = select.POLLOUT if self._arrived(_WHOLE) else select.POLLOUT | select.POLLIN
             try:
                 ready = self._wait(interest, deadline, "sending a frame")
             except TimeoutError as error:
@@ -183,22 +176,25 @@ class TcpChannel:
                     self.close()
                     raise TimeoutError(f"{error}; closed, because a part of the frame was sent") from None
                 raise
-            if ready & ~select.POLLOUT and not self._has(_WHOLE):
+            if ready & ~select.POLLOUT and not self._arrived(_WHOLE):
                 self._read_some(_DONT_WAIT)
             sent = self._send_some(rest)
             started = started or sent > 0
 
-    def _read(self, wanted: int, deadline: Deadline) -> None:
-        """Read until the first `wanted` bytes of the next frame are there, or the whole frame."""
+    def _read(self, wanted: int, deadline: Deadline) -> int:
+        """Read until the first `wanted` bytes of the next frame are there, or the whole frame; where the frame ends."""
+        end = self._arrived(wanted)
         if deadline.at_s == math.inf and not self._spin_s:
-            while not self._has(wanted):
+            while not end:
                 self._read_some(_WAIT_ALL if wanted == _WHOLE else 0)
-            return
+                end = self._arrived(wanted)
+            return end
         spin_until = 0.0
-        while not self._has(wanted):
+        while not end:
             if self._read_some(_DONT_WAIT):
                 spin_until = 0.0
-                if deadline.has_passed() and not self._has(wanted):
+                end = self._arrived(wanted)
+                if not end and deadline.has_passed():
                     # A peer that sends a byte now and then must not hold us for ever.
                     raise self._late("receiving a frame")
             elif not self._spin_s:
@@ -207,10 +203,15 @@ class TcpChannel:
                 spin_until = time.monotonic() + min(self._spin_s, deadline.left_s())
             elif time.monotonic() >= spin_until:
                 self._wait(select.POLLIN, deadline, "waiting for a frame")
+        return end
 
-    def _has(self, wanted: int) -> bool:
+    def _arrived(self, wanted: int) -> int:
+        """Where the next frame ends, once its first `wanted` bytes are there, or the whole frame; 0 before."""
         have = self._to - self._from - _LENGTH.size
-        return have >= 0 and have >= min(wanted, self._next_length())
+        if have < 0:
+            return 0
+        length = self._next_length()
+        return self._from + _LENGTH.size + length if have >= wanted or have >= length else 0
 
     def _read_some(self, flags: int) -> bool:
         """One read towards the next frame; False if nothing is there and `flags` forbids to wait."""
@@ -310,7 +311,7 @@ class TcpListener:
         self._endpoint = str(Endpoint("tcp", host, port))
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._closing = threading.Lock()  # as in TcpChannel
+        self._closing = threading.Lock()  # guards the two below: the descriptor may not be closed under `accept`
         self._is_closed = False
         self._is_busy = False
 
@@ -326,6 +327,10 @@ class TcpListener:
     @property
     def endpoint(self) -> str:
         return self._endpoint
+
+    @property
+    def lanes(self) -> str:
+        return "tcp"
 
     def accept(self, deadline: Deadline) -> TcpChannel:
         with self._closing:
@@ -381,7 +386,7 @@ def connect(endpoint: Endpoint, deadline: Deadline, *, max_frame_bytes: int) -> 
     """Try every address of the host in turn. As `farspark.transport.connect`."""
     if not endpoint.port:
         raise ConfigError(f"endpoint {endpoint}: port 0 is for listening; connect to the port that the worker printed")
-    addresses = _resolve(endpoint, deadline)
+    addresses = resolve(endpoint, deadline)
     failures = []
     for tried, (family, address) in enumerate(addresses):
         # An address that swallows packets may not use up the time of those behind it.
@@ -390,22 +395,22 @@ def connect(endpoint: Endpoint, deadline: Deadline, *, max_frame_bytes: int) -> 
         try:
             sock = _connect_one(endpoint, family, address, own)
         except TimeoutError:
-            failures.append(f"{_show(address)}: no answer in time")
+            failures.append(f"{show(address)}: no answer in time")
             if deadline.has_passed():
                 raise TimeoutError(f"endpoint {endpoint}: {'; '.join(failures)}") from None
         except OSError as error:
-            failures.append(f"{_show(address)}: {_reason(error)}")
+            failures.append(f"{show(address)}: {reason(error)}")
         else:
             spin_us = DEFAULT_CONNECT_SPIN_US if endpoint.spin_us is None else endpoint.spin_us
             try:
                 return TcpChannel(sock, max_frame_bytes=max_frame_bytes, spin_us=spin_us)
             except OSError as error:
                 sock.close()
-                failures.append(f"{_show(address)}: {_reason(error)}")
+                failures.append(f"{show(address)}: {reason(error)}")
     raise TransportError(f"endpoint {endpoint}: {'; '.join(failures)}")
 
 
-def _connect_one(endpoint: Endpoint, family: int, address: _Address, deadline: Deadline) -> socket.socket:
+def _connect_one(endpoint: Endpoint, family: int, address: SocketAddress, deadline: Deadline) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
@@ -457,7 +462,7 @@ def listen(endpoint: Endpoint, *, max_frame_bytes: int) -> TcpListener:
     if endpoint.bind:
         raise ConfigError(f"endpoint {endpoint}: bind= is for connecting; listening binds to its host already")
     try:
-        addresses = _resolve(endpoint, Deadline.never())
+        addresses = resolve(endpoint, Deadline.never())
     except TransportError as error:
         raise ConfigError(str(error)) from error
     failures = []
@@ -471,50 +476,11 @@ def listen(endpoint: Endpoint, *, max_frame_bytes: int) -> TcpListener:
             sock.listen(_BACKLOG)
         except OSError as error:
             sock.close()
-            failures.append(f"{_show(address)}: {_reason(error)}")
+            failures.append(f"{show(address)}: {reason(error)}")
         else:
             spin_us = DEFAULT_LISTEN_SPIN_US if endpoint.spin_us is None else endpoint.spin_us
             return TcpListener(sock, max_frame_bytes=max_frame_bytes, spin_us=spin_us)
     raise ConfigError(f"endpoint {endpoint}: cannot listen: {'; '.join(failures)}")
-
-
-def _resolve(endpoint: Endpoint, deadline: Deadline) -> list[tuple[int, _Address]]:
-    """The host's addresses as (family, sockaddr), in the system's order of preference.
-
-    A literal needs no look-up. A look-up cannot be given a deadline, so a name is looked up on a thread of its own, which
-    is left behind if it is late.
-    """
-    try:
-        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:
-        found = _look_up(endpoint, deadline)
-    addresses: list[tuple[int, _Address]] = []
-    for family, _, _, _, address in found:
-        if (family, address) not in addresses:
-            addresses.append((family, address))
-    return addresses
-
-
-def _look_up(endpoint: Endpoint, deadline: Deadline) -> list[Any]:
-    outcome: list[list[Any] | OSError] = []
-
-    def look_up() -> None:
-        try:
-            outcome.append(socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM))
-        except OSError as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=look_up, name=f"look up {endpoint.host}", daemon=True)
-    thread.start()
-    left_s = deadline.left_s()
-    thread.join(None if left_s == math.inf else left_s)
-    if not outcome:
-        raise TimeoutError(f"endpoint {endpoint}: deadline passed while looking up the name {endpoint.host!r}")
-    if isinstance(outcome[0], OSError):
-        raise TransportError(
-            f"endpoint {endpoint}: name {endpoint.host!r} not found: {outcome[0].strerror}"
-        ) from outcome[0]
-    return outcome[0]
 
 
 def _set_options(sock: socket.socket) -> None:
@@ -524,24 +490,3 @@ def _set_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
-
-
-_REASONS = {
-    errno.ECONNREFUSED: "connection refused: nothing listens there",
-    errno.EHOSTUNREACH: "no route to this host",
-    errno.ENETUNREACH: "no route to this network",
-    errno.ETIMEDOUT: "no answer in time",
-    errno.ECONNRESET: "connection reset by the peer",
-    errno.EADDRINUSE: "the port is in use; stop what listens there or choose another",
-    errno.EADDRNOTAVAIL: "not an address of this machine",
-    errno.EACCES: "not permitted; ports below 1024 need privileges",
-}
-
-
-def _reason(error: OSError) -> str:
-    return _REASONS.get(error.errno or 0) or error.strerror or str(error)
-
-
-def _show(address: _Address) -> str:
-    host, port = address[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -17,6 +17,7 @@ from farspark.errors import ProtocolError
 from farspark.wire import layout
 from farspark.wire.layout import (
     FrameStatus,
+    HeaderFlag,
     HelloFlag,
     Operation,
     RequestStatus,
@@ -24,7 +25,6 @@ from farspark.wire.layout import (
 )
 from farspark.wire.messages import (
     Entry,
-    EntryReply,
     Freed,
     Header,
     Hello,
@@ -34,6 +34,10 @@ from farspark.wire.messages import (
     Step,
     StepReply,
     Welcome,
+    make_entry,
+    make_entry_reply,
+    make_header,
+    make_step_reply,
 )
 
 # Tables in place of the enums' constructors, which take microseconds.
@@ -43,7 +47,16 @@ _REQUEST_STATUSES = {int(status): status for status in RequestStatus}
 # Plain integers, as in `messages`: what is known of the flags of a header, of an entry and of a step.
 _HEADER_FLAGS, _ENTRY_FLAGS, _STEP_FLAGS = 0b1, 0b111, 0b11
 _MARGINS = int(StepFlag.MARGINS)
-_STEP = int(Operation.STEP)
+_STEP, _REPLY, _OK = int(Operation.STEP), int(HeaderFlag.REPLY), int(FrameStatus.OK)
+
+
+def _joined(*forms: struct.Struct) -> struct.Struct:
+    return struct.Struct("<" + "".join([form.format.removeprefix("<") for form in forms]))
+
+
+_STEP_FRAME, _STEP_REPLY_FRAME = _joined(layout.HEADER, layout.STEP), _joined(layout.HEADER, layout.STEP_REPLY)
+_WORKER_US, _WORKER_US_AT = struct.Struct("<I"), layout.HEADER.size + 16
+_MAX_U32 = 0xFFFFFFFF
 
 
 # One struct for all entries: a call for each would take three times as long. Rounds have few different sizes.
@@ -54,11 +67,7 @@ def _step_head(n_entries: int) -> struct.Struct:
 
 @functools.lru_cache(maxsize=64)
 def _step_reply_head(n_entries: int) -> struct.Struct:
-    return _joined(layout.STEP_REPLY, *[layout.ENTRY_REPLY] * n_entries)
-
-
-def _joined(*forms: struct.Struct) -> struct.Struct:
-    return struct.Struct("<" + "".join([form.format.removeprefix("<") for form in forms]))
+    return _joined(layout.HEADER, layout.STEP_REPLY, *[layout.ENTRY_REPLY] * n_entries)
 
 
 def encode_frame(header: Header, payload: bytes = b"") -> bytes:
@@ -84,16 +93,17 @@ def decode_frame(frame: memoryview) -> tuple[Header, memoryview]:
     payload = frame[layout.HEADER.size :]
     if payload_bytes != len(payload):
         raise ProtocolError(f"header announces {payload_bytes} payload bytes, the frame has {len(payload)}")
-    header = Header(
-        _OPERATIONS.get(operation, operation),
-        session,
-        sequence,
-        payload_bytes,
-        flags & _HEADER_FLAGS,
-        _FRAME_STATUSES.get(status, status),
-        version,
-    )
-    return header, payload
+    return make_header(
+        (
+            _OPERATIONS.get(operation, operation),
+            session,
+            sequence,
+            payload_bytes,
+            flags & _HEADER_FLAGS,
+            _FRAME_STATUSES.get(status, status),
+            version,
+        )
+    ), payload
 
 
 def encode_hello(hello: Hello) -> bytes:
@@ -123,7 +133,7 @@ def decode_hello(payload: memoryview) -> Hello:
     fields = _fixed(layout.HELLO, payload, "HELLO")
     identity, markov, row_bytes, hidden, ring, context, vocab, slots, num_drafts, taps, dtype, flags, *rest = fields
     name_bytes, instance = rest
-    (name,) = _texts(payload, layout.HELLO.size, (name_bytes,), "HELLO")
+    (name,) = _texts(payload, layout.HELLO.size, (name_bytes,), (layout.MAX_NAME_BYTES,), "HELLO")
     return Hello(
         engine=name,
         identity=identity,
@@ -167,7 +177,8 @@ def encode_welcome(welcome: Welcome) -> bytes:
 def decode_welcome(payload: memoryview) -> Welcome:
     fields = _fixed(layout.WELCOME, payload, "HELLO reply")
     identity, markov, vocab, context, window, slots, max_rows, num_drafts, flags, kind_b, name_b, message_b, _ = fields
-    kind, name, message = _texts(payload, layout.WELCOME.size, (kind_b, name_b, message_b), "HELLO reply")
+    limits = layout.MAX_NAME_BYTES, layout.MAX_NAME_BYTES, layout.MAX_MESSAGE_BYTES
+    kind, name, message = _texts(payload, layout.WELCOME.size, (kind_b, name_b, message_b), limits, "HELLO reply")
     return Welcome(
         worker=name,
         kind=kind,
@@ -213,10 +224,23 @@ def encode_step_head(
         raise ValueError(f"STEP entry that does not fit its fields: {error}") from error
 
 
-def step_head_bytes(payload: memoryview) -> int:
-    """How many bytes of a STEP's payload stand in front of its rows; the first of them, the step header, must be there."""
-    _, n_requests, _, _ = _fixed(layout.STEP, payload, "STEP")
-    return layout.STEP.size + layout.ENTRY.size * int(n_requests)
+def peek_step(frame: memoryview, session: int) -> tuple[Header, int] | None:
+    """The header of a STEP of `session`, and how many bytes of the frame stand in front of its rows.
+
+    The two headers of the frame must be there, and nothing else is looked at. None for any other frame, and for one of which
+    the plain way (`decode_frame`) must tell what is wrong with it.
+    """
+    if len(frame) < _STEP_FRAME.size:
+        return None
+    fields = _STEP_FRAME.unpack_from(frame)
+    sequence, payload_bytes, n_requests = fields[5], fields[8], fields[10]
+    if (
+        fields[:5] != (layout.MAGIC, layout.VERSION, _STEP, 0, session)
+        or payload_bytes != len(frame) - layout.HEADER.size
+    ):
+        return None
+    header = make_header((Operation.STEP, session, sequence, payload_bytes, 0, FrameStatus.OK, layout.VERSION))
+    return header, _STEP_FRAME.size + layout.ENTRY.size * n_requests
 
 
 def decode_step(payload: memoryview, row_bytes: int) -> Step:
@@ -230,43 +254,87 @@ def decode_step(payload: memoryview, row_bytes: int) -> Step:
         raise ProtocolError(
             f"STEP of {len(payload)} bytes; {n_requests} requests and {n_rows} rows of {row_bytes} bytes make {expected}"
         )
-    entries = [
-        Entry(slot, generation, first_pos, rows, anchor, anchor_pos, bits & _ENTRY_FLAGS, k_window, n_out)
-        for slot, generation, first_pos, rows, anchor, anchor_pos, bits, k_window, n_out in layout.ENTRY.iter_unpack(
-            payload[layout.STEP.size : rows_at]
-        )
-    ]
+    entries = list(map(make_entry, layout.ENTRY.iter_unpack(payload[layout.STEP.size : rows_at])))
+    if max([entry.flags for entry in entries], default=0) > _ENTRY_FLAGS:
+        entries = [entry._replace(flags=entry.flags & _ENTRY_FLAGS) for entry in entries]
     counted = sum([entry.n_rows for entry in entries])
     if counted != n_rows:
         raise ProtocolError(f"STEP announces {n_rows} rows, its entries {counted}")
     return Step(step_id, entries, payload[rows_at:], flags & _STEP_FLAGS)
 
 
-def encode_step_reply(reply: StepReply) -> bytes:
-    """The payload of a STEP reply. Raises ValueError where an array has not `entries * N` elements."""
-    step_id, num_drafts, worker_us, entries, tokens, confidences, margins, flags = reply
+def encode_step_reply_head(session: int, sequence: int, reply: StepReply) -> bytearray:
+    """Everything of a STEP reply's frame in front of its arrays, which are not looked at: they may not be there yet."""
+    step_id, num_drafts, worker_us, entries, _, _, _, flags = reply
+    form = _step_reply_head(len(entries))
+    array_bytes = 4 * len(entries) * num_drafts
+    return bytearray(
+        form.pack(
+            layout.MAGIC,
+            layout.VERSION,
+            _STEP,
+            _REPLY,
+            session,
+            sequence,
+            _OK,
+            0,
+            form.size - layout.HEADER.size + array_bytes * (3 if int(flags) & _MARGINS else 2),
+            step_id,
+            len(entries),
+            num_drafts,
+            flags,
+            0,
+            min(worker_us, _MAX_U32),
+            0,
+            *chain.from_iterable(entries),
+        )
+    )
+
+
+def finish_step_reply(head: bytearray, reply: StepReply) -> list[bytearray | memoryview]:
+    """The frame of a STEP reply: a head that was encoded before its arrays and the worker's time were known, and these.
+
+    Raises ValueError where an array has not `entries * N` elements.
+    """
+    _, num_drafts, worker_us, entries, tokens, confidences, margins, flags = reply
     n_values = len(entries) * num_drafts
-    arrays = [_array(tokens, "i", n_values), _array(confidences, "f", n_values)]
+    frame: list[bytearray | memoryview] = [head, _array(tokens, "i", n_values), _array(confidences, "f", n_values)]
     if int(flags) & _MARGINS:
         if margins is None:
             raise ValueError("a reply flagged MARGINS without margins")
-        arrays.append(_array(margins, "f", n_values))
-    head = _step_reply_head(len(entries)).pack(
-        step_id,
-        len(entries),
-        num_drafts,
-        flags,
-        0,
-        min(worker_us, 0xFFFFFFFF),
-        0,
-        *chain.from_iterable(entries),
-    )
-    return b"".join([head, *arrays])
+        frame.append(_array(margins, "f", n_values))
+    _WORKER_US.pack_into(head, _WORKER_US_AT, min(worker_us, _MAX_U32))
+    return frame
+
+
+def encode_step_reply(reply: StepReply) -> bytes:
+    """The payload of a STEP reply. Raises ValueError where an array has not `entries * N` elements."""
+    return b"".join(finish_step_reply(encode_step_reply_head(0, 0, reply), reply))[layout.HEADER.size :]
 
 
 def decode_step_reply(payload: memoryview) -> StepReply:
     """A STEP reply; its arrays are views into `payload`. Values are not judged here, only lengths and known statuses."""
-    step_id, n_requests, num_drafts, raw_flags, _, worker_us, _ = _fixed(layout.STEP_REPLY, payload, "STEP reply")
+    return _step_reply(payload, _fixed(layout.STEP_REPLY, payload, "STEP reply"))
+
+
+def decode_answer(frame: memoryview, session: int, sequence: int) -> StepReply | None:
+    """The reply in the frame that answers the STEP `sequence` of `session` with OK, as `decode_step_reply`.
+
+    None for any other frame: then `decode_frame` tells what it is.
+    """
+    if len(frame) < _STEP_REPLY_FRAME.size:
+        return None
+    fields = _STEP_REPLY_FRAME.unpack_from(frame)
+    if (
+        fields[:7] != (layout.MAGIC, layout.VERSION, _STEP, _REPLY, session, sequence, _OK)
+        or fields[8] != len(frame) - layout.HEADER.size
+    ):
+        return None
+    return _step_reply(frame[layout.HEADER.size :], fields[9:])
+
+
+def _step_reply(payload: memoryview, fixed: tuple[Any, ...]) -> StepReply:
+    step_id, n_requests, num_drafts, raw_flags, _, worker_us, _ = fixed
     if n_requests > layout.MAX_REQUESTS or num_drafts > layout.MAX_DRAFTS:
         raise ProtocolError(
             f"STEP reply of {n_requests} requests by {num_drafts} drafts, at most {layout.MAX_REQUESTS} "
@@ -284,22 +352,24 @@ def decode_step_reply(payload: memoryview) -> StepReply:
         )
     try:
         entries = [
-            EntryReply(slot, generation, window_rows, _REQUEST_STATUSES[status])
+            make_entry_reply((slot, generation, window_rows, _REQUEST_STATUSES[status]))
             for slot, generation, window_rows, status in layout.ENTRY_REPLY.iter_unpack(
                 payload[layout.STEP_REPLY.size : tokens_at]
             )
         ]
     except KeyError as unknown:
         raise ProtocolError(f"request status {unknown} in a STEP reply, which is not one of ours") from None
-    return StepReply(
-        step_id,
-        num_drafts,
-        worker_us,
-        entries,
-        payload[tokens_at:confidences_at].cast("i"),
-        payload[confidences_at:margins_at].cast("f"),
-        payload[margins_at:].cast("f") if has_margins else None,
-        raw_flags & _STEP_FLAGS,
+    return make_step_reply(
+        (
+            step_id,
+            num_drafts,
+            worker_us,
+            entries,
+            payload[tokens_at:confidences_at].cast("i"),
+            payload[confidences_at:margins_at].cast("f"),
+            payload[margins_at:].cast("f") if has_margins else None,
+            raw_flags & _STEP_FLAGS,
+        )
     )
 
 
@@ -401,7 +471,7 @@ def encode_message(message: str) -> bytes:
 
 
 def decode_message(payload: memoryview) -> str:
-    return bytes(payload[: layout.MAX_MESSAGE_BYTES]).decode(errors="replace")
+    return _readable(bytes(payload[: layout.MAX_MESSAGE_BYTES]))
 
 
 def decode_refusal(operation: Operation | int, payload: memoryview) -> str:
@@ -435,15 +505,23 @@ def _array(array: memoryview, kind: str, length: int) -> memoryview:
     return array
 
 
-def _texts(payload: memoryview, at: int, lengths: Sequence[int], what: str) -> list[str]:
-    """Consecutive UTF-8 texts that end exactly with the payload."""
+def _texts(payload: memoryview, at: int, lengths: Sequence[int], limits: Sequence[int], what: str) -> list[str]:
+    """Consecutive UTF-8 texts that end exactly with the payload, each of `limits` bytes at most."""
     if len(payload) != at + sum(lengths):
         raise ProtocolError(f"{what} of {len(payload)} bytes, its lengths make {at + sum(lengths)}")
     texts = []
-    for length in lengths:
-        texts.append(bytes(payload[at : at + length]).decode(errors="replace"))
+    for length, limit in zip(lengths, limits, strict=True):
+        if length > limit:
+            raise ProtocolError(f"{what} with a text of {length} bytes, at most {limit}")
+        texts.append(_readable(bytes(payload[at : at + length])))
         at += length
     return texts
+
+
+def _readable(raw: bytes) -> str:
+    """What a peer says, for logs and terminals: it must not be able to forge a line or steer the screen."""
+    text = raw.decode(errors="replace")
+    return text if text.isprintable() else "".join([one if one.isprintable() else "\ufffd" for one in text])
 
 
 def _text(text: str, limit: int) -> bytes:

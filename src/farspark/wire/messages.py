@@ -1,12 +1,14 @@
 """What the two sides say to each other, as values. Field meanings are those of `docs/wire.md`.
 
-What is made in every round is a named tuple: a frozen dataclass takes four times as long to make. Its flags are plain integers,
-made of the enums' members: the operators of enum.IntFlag take a microsecond each.
+What is made in every round is a named tuple: a frozen dataclass takes four times as long to make. Most have
+a maker (`make_entry`), which takes all fields as one tuple and checks nothing: a named tuple's own constructor is
+Python code. Flags are plain integers, made of the enums' members: the operators of enum.IntFlag take a microsecond each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +39,9 @@ class Header(NamedTuple):
     @property
     def is_reply(self) -> bool:
         return bool(int(self.flags) & _REPLY)
+
+
+make_header: Callable[[tuple[Any, ...]], Header] = functools.partial(tuple.__new__, Header)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +104,9 @@ class Entry(NamedTuple):
         return bool(int(self.flags) & _NEW_GEN)
 
 
+make_entry: Callable[[tuple[Any, ...]], Entry] = functools.partial(tuple.__new__, Entry)
+
+
 class Step(NamedTuple):
     """One round. `rows` are the rows of all entries, packed in entry order."""
 
@@ -115,6 +123,9 @@ class EntryReply(NamedTuple):
     status: RequestStatus
 
 
+make_entry_reply: Callable[[tuple[Any, ...]], EntryReply] = functools.partial(tuple.__new__, EntryReply)
+
+
 class StepReply(NamedTuple):
     """Drafts of one round; N is `num_drafts`. Arrays are flat, `[entries * N]`, row-major."""
 
@@ -126,6 +137,9 @@ class StepReply(NamedTuple):
     confidences: memoryview[Any]  # float32
     margins: memoryview[Any] | None = None  # float32, top-1 minus top-2 logit
     flags: int = 0  # of StepFlag
+
+
+make_step_reply: Callable[[tuple[Any, ...]], StepReply] = functools.partial(tuple.__new__, StepReply)
 
 
 class Judge(NamedTuple):

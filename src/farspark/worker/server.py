@@ -13,7 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Final, NamedTuple
@@ -22,7 +22,7 @@ from farspark.clock import Clock, Deadline
 from farspark.errors import ProtocolError, Refused, TransportError
 from farspark.stats import Stats
 from farspark.transport import listen
-from farspark.transport.base import Channel, Listener
+from farspark.transport.base import Channel, Listener, Piece
 from farspark.wire import codec, layout
 from farspark.wire.auth import WorkerSide
 from farspark.wire.layout import FrameStatus, HeaderFlag, HelloFlag, Operation, StepFlag
@@ -40,7 +40,7 @@ MAX_PING_BYTES: Final = 4096
 # How often `serve` and idle connections look whether they should stop: only a fallback, `stop` wakes them.
 _ACCEPT_WAIT_S = 3600.0
 
-_NEVER = Deadline.never()
+_NEVER, _NONE = Deadline.never(), memoryview(b"")
 _STEP_HEADERS = layout.HEADER.size + layout.STEP.size
 _REPLY, _SAMPLED = int(HeaderFlag.REPLY), int(StepFlag.SAMPLED)
 _NO_CHECK = bytes(layout.IDENTITY_BYTES)
@@ -55,7 +55,7 @@ class _Connection:
     proof: WorkerSide
     is_served: bool = True  # False: it is told BUSY and closed
     thread: threading.Thread | None = None
-    is_busy: bool = False  # a frame is in hand; guarded by Server._lock
+    is_busy: bool = False  # a frame is in hand; read by `stop`
     session_id: int = 0  # 0: no session
     session: Session | None = None  # used with the drafting lock held
     engine: str = ""
@@ -67,12 +67,22 @@ class _Begun(NamedTuple):
 
     header: Header
     plan: Plan
+    reply_head: bytearray  # as it will be if the drafter succeeds
     judging_ns: int
 
 
 class _Reply(NamedTuple):
     status: FrameStatus
     payload: bytes
+
+
+class _Drafted(NamedTuple):
+    """The reply to a STEP."""
+
+    frame: Sequence[Piece]
+    session: Session
+    plan: Plan
+    reply: StepReply
 
 
 class Server:
@@ -103,7 +113,7 @@ class Server:
         self._stats = Stats()
         self._failures_seen: set[str] = set()  # kinds of drafter failures that are in the log already
         self._drafting = threading.Lock()
-        self._lock = threading.Lock()  # guards the four below and _Connection.is_busy
+        self._lock = threading.Lock()  # guards the four below
         self._connections: set[_Connection] = set()
         self._is_stopping = False
         self._accepted = 0
@@ -125,6 +135,11 @@ class Server:
     def endpoint(self) -> str:
         """The address in use, with the real port."""
         return self._listener.endpoint
+
+    @property
+    def lanes(self) -> str:
+        """What connections may travel over; what each one does is in its log lines and in the stats."""
+        return self._listener.lanes
 
     @property
     def slots_in_use(self) -> int:
@@ -193,6 +208,7 @@ class Server:
         return {
             "worker": self._config.name,
             "endpoint": self.endpoint,
+            "lanes": self.lanes,
             "uptime_s": round(self._clock() - self._started_s, 3),
             "drafter": info,
             "max_rows": self._max_rows,
@@ -283,17 +299,16 @@ class Server:
             frame, arrived = channel.recv_head(_STEP_HEADERS, _NEVER)
             begun = self._begin_step(connection, frame, arrived) if arrived < len(frame) else None
             channel.recv(_NEVER)
-            with self._lock:
-                if self._is_stopping:
-                    return
-                connection.is_busy = True
+            # `stop` first says so and then looks who is busy; here it is the other way round, so one sees the other.
+            connection.is_busy = True
+            if self._is_stopping:
+                return
             self._answer(connection, frame, begun)
             # The transport may use the memory again.
             del frame, begun
-            with self._lock:
-                connection.is_busy = False
-                if self._is_stopping:
-                    return
+            connection.is_busy = False
+            if self._is_stopping:
+                return
 
     def _turn_away(self, connection: _Connection, why: str) -> None:
         """Answer one frame with BUSY: the peer should know why it is closed."""
@@ -314,26 +329,21 @@ class Server:
 
         Should the rest never come, then the connection is gone, and the session with it.
         """
+        found = codec.peek_step(frame, connection.session_id)
+        if found is None:
+            return None
+        header, head_bytes = found
+        if arrived < head_bytes:
+            connection.channel.recv_head(head_bytes, _NEVER)
         try:
-            header, payload = codec.decode_frame(frame)
-            if (
-                header.operation != Operation.STEP
-                or header.is_reply
-                or header.version != layout.VERSION
-                or header.session != connection.session_id
-            ):
-                return None
-            head_bytes = layout.HEADER.size + codec.step_head_bytes(payload)
-            if arrived < head_bytes:
-                connection.channel.recv_head(head_bytes, _NEVER)
-            step = self._decode_step(payload)
+            step = self._decode_step(frame[layout.HEADER.size :])
         except ProtocolError:
             return None
         # Another engine's draft may take long, and meanwhile the rest can be received.
         if not self._drafting.acquire(blocking=False):
             return None
         try:
-            return None if connection.session is None else _begin(connection.session, header, step)
+            return None if connection.session is None else self._begin(connection.session, header, step)
         except Exception:
             # A bug of ours, as in `_answer`, which will say that there is no session any more.
             logger.exception("%s: a STEP could not be judged", connection.channel.lane)
@@ -363,13 +373,20 @@ class Server:
             with self._drafting:
                 self._drop_session(connection)
             reply = _refusal(FrameStatus.INTERNAL, f"the worker failed: {type(error).__name__}: {error}")
-        self._send(connection.channel, header, reply)
+        if isinstance(reply, _Reply):
+            self._send(connection.channel, header, reply)
+            return
+        try:
+            connection.channel.send(reply.frame, Deadline.after(SEND_TIMEOUT_S))
+        finally:
+            with self._drafting:
+                self._count_step(reply)
 
     def _send(self, channel: Channel, request: Header, reply: _Reply) -> None:
         header = Header(request.operation, request.session, request.sequence, len(reply.payload), _REPLY, reply.status)
         channel.send([codec.encode_frame(header, reply.payload)], Deadline.after(SEND_TIMEOUT_S))
 
-    def _reply(self, connection: _Connection, header: Header, payload: memoryview) -> _Reply:
+    def _reply(self, connection: _Connection, header: Header, payload: memoryview) -> _Reply | _Drafted:
         """Raises Refused where the peer is not proven: it is told so, and closed."""
         if not connection.proof.is_satisfied and header.operation not in (Operation.CHALLENGE, Operation.PROVE):
             raise Refused(FrameStatus.AUTH, "this worker demands a proof of the token before anything else")
@@ -416,19 +433,22 @@ class Server:
             logger.warning("%s: authentication failed: %s", connection.channel.lane, refused)
             raise
 
-    def _step(self, connection: _Connection, header: Header, payload: memoryview) -> _Reply:
+    def _step(self, connection: _Connection, header: Header, payload: memoryview) -> _Reply | _Drafted:
         if header.session != connection.session_id:
             return _no_session(header)
         return self._finish_step(connection, header, self._decode_step(payload))
 
-    def _finish_step(self, connection: _Connection, header: Header, step: Step | _Begun) -> _Reply:
+    def _finish_step(self, connection: _Connection, header: Header, step: Step | _Begun) -> _Reply | _Drafted:
         with self._drafting:
             session = connection.session
             if session is None:
                 return _no_session(header)
-            begun = step if isinstance(step, _Begun) else _begin(session, header, step)
+            begun = step if isinstance(step, _Begun) else self._begin(session, header, step)
             reply = self._draft(session, begun)
-        return _Reply(FrameStatus.OK, codec.encode_step_reply(reply))
+        head = begun.reply_head
+        if reply.entries is not begun.plan.replies or reply.flags != begun.plan.step.flags:
+            head = codec.encode_step_reply_head(header.session, header.sequence, reply)
+        return _Drafted(codec.finish_step_reply(head, reply), session, begun.plan, reply)
 
     def _decode_step(self, payload: memoryview) -> Step:
         step = codec.decode_step(payload, self._info.row_bytes)
@@ -559,6 +579,13 @@ class Server:
         if session is not None:
             session.close()
 
+    def _begin(self, session: Session, header: Header, step: Step) -> _Begun:
+        started = time.perf_counter_ns()
+        plan = session.plan(step)
+        expected = StepReply(step.step_id, self._info.num_drafts, 0, plan.replies, _NONE, _NONE, None, step.flags)
+        head = codec.encode_step_reply_head(header.session, header.sequence, expected)
+        return _Begun(header, plan, head, time.perf_counter_ns() - started)
+
     def _draft(self, session: Session, begun: _Begun) -> StepReply:
         """Draft for a step that is judged and whose rows are all there."""
         started = time.perf_counter_ns()
@@ -571,10 +598,14 @@ class Server:
             except Exception as error:
                 self._note_failure(error)
         worker_us = (begun.judging_ns + time.perf_counter_ns() - started) // 1000
-        self._stats.add("steps")
-        self._stats.add("rows", len(plan.step.rows) // self._info.row_bytes)
-        self._stats.record_us("step_us", worker_us)
         return session.complete(plan, result, worker_us)
+
+    def _count_step(self, drafted: _Drafted) -> None:
+        """Once the reply is out: the engine does not wait for it."""
+        drafted.session.count(drafted.plan, drafted.reply)
+        self._stats.add("rows", len(drafted.plan.step.rows) // self._info.row_bytes)
+        self._stats.record_us("step_us", drafted.reply.worker_us)
+        self._stats.add("steps")
 
     def _note_failure(self, error: Exception) -> None:
         """A failed step is an answer (INTERNAL for its entries), not the end of the worker."""
@@ -604,12 +635,6 @@ class Server:
     def _bye(self, connection: _Connection) -> _Reply:
         self._drop_session(connection)
         return _Reply(FrameStatus.OK, b"")
-
-
-def _begin(session: Session, header: Header, step: Step) -> _Begun:
-    started = time.perf_counter_ns()
-    plan = session.plan(step)
-    return _Begun(header, plan, time.perf_counter_ns() - started)
 
 
 def _refusal(status: FrameStatus, message: str) -> _Reply:

@@ -15,8 +15,26 @@ from typing import Literal, NamedTuple, cast
 from farspark.errors import ProtocolError
 from farspark.stats import Stats
 from farspark.wire.layout import EntryFlag, RequestStatus, StepFlag
-from farspark.wire.messages import Entry, EntryReply, Freed, Judge, Judgement, Step, StepReply
-from farspark.worker.batch import DraftBatch, DraftEntry, DrafterInfo, DraftResult, Judging
+from farspark.wire.messages import (
+    Entry,
+    EntryReply,
+    Freed,
+    Judge,
+    Judgement,
+    Step,
+    StepReply,
+    make_entry_reply,
+    make_step_reply,
+)
+from farspark.worker.batch import (
+    DraftBatch,
+    DraftEntry,
+    DrafterInfo,
+    DraftResult,
+    Judging,
+    make_draft_batch,
+    make_draft_entry,
+)
 
 # Plain integers: the operators of enum.IntFlag take microseconds.
 _NEED_DRAFT, _NEW_GEN = int(EntryFlag.NEED_DRAFT), int(EntryFlag.NEW_GEN)
@@ -63,11 +81,13 @@ class Plan(NamedTuple):
     """A judged STEP."""
 
     step: Step
-    replies: list[EntryReply]  # [entries]; those of the drafts: what they become if the drafter succeeds
+    replies: list[EntryReply]  # [entries]; what they become if the drafter succeeds
     drafts: list[DraftEntry]  # what the drafter must do; empty where there is nothing to do
     held: list[_Held]  # of each of the drafts
     places: list[int]  # the entry of each of the drafts
     takes_all_rows: bool  # the rows of the drafts are all rows of the step
+    verified: int  # drafts that the target verified before this step
+    accepted: int  # of these
 
 
 class _Judgeable(NamedTuple):
@@ -111,7 +131,7 @@ class Session:
         for entry in step.entries:
             slot = entry.slot
             if slot in seen or slot >= self._slots:
-                replies.append(EntryReply(slot, entry.generation, 0, _BAD_ENTRY))
+                replies.append(make_entry_reply((slot, entry.generation, 0, _BAD_ENTRY)))
                 continue
             seen.add(slot)
             status, held, draft = self._judge(entry, self._held.get(slot))
@@ -121,28 +141,30 @@ class Session:
                 drafts.append(draft)
                 held_of.append(held)
                 n_rows += draft.n_rows
-                if entry.k_window and not entry.is_new:
+                if entry.k_window and not int(entry.flags) & _NEW_GEN:
                     # The rows of a verified step are the anchor's and one for each accepted draft.
                     verified += entry.k_window
                     accepted += max(0, min(entry.n_rows - 1, entry.k_window))
             window_rows = 0 if held is None or held.is_void else held.end - held.start
-            replies.append(EntryReply(slot, entry.generation, window_rows, status))
-        if verified:
-            self._stats.add("drafts_verified", verified)
-            self._stats.add("drafts_accepted", accepted)
-        return Plan(step, replies, drafts, held_of, places, n_rows * self._info.row_bytes == len(step.rows))
+            replies.append(make_entry_reply((slot, entry.generation, window_rows, status)))
+        takes_all_rows = n_rows * self._info.row_bytes == len(step.rows)
+        return Plan(step, replies, drafts, held_of, places, takes_all_rows, verified, accepted)
 
     def batch(self, plan: Plan) -> DraftBatch | None:
         """What the drafter must do, with its rows, which must all be there; None where there is nothing to do."""
         if not plan.drafts:
             return None
         rows = plan.step.rows if plan.takes_all_rows else self._pick(plan)
-        return DraftBatch(plan.drafts, rows, bool(int(plan.step.flags) & _MARGINS))
+        return make_draft_batch((plan.drafts, rows, bool(int(plan.step.flags) & _MARGINS)))
 
     def complete(self, plan: Plan, result: DraftResult | None, worker_us: int) -> StepReply:
-        """The reply to a planned STEP. `result` is None where the drafter failed: every entry of the batch is INTERNAL."""
-        step, replies, drafts, held_of, places, _ = plan
+        """The reply to a planned STEP; once it is sent, `count` takes note of both.
+
+        `result` is None where the drafter failed: every entry of the batch is INTERNAL.
+        """
+        step, replies, drafts, held_of, places, *_ = plan
         if result is None or not all(result.ok):
+            replies = list(replies)
             for index, (place, held) in enumerate(zip(places, held_of, strict=True)):
                 if result is None or not result.ok[index]:
                     held.is_void = True
@@ -153,9 +175,6 @@ class Session:
                 place: index for index, place in enumerate(places) if drafts[index].need_draft and result.ok[index]
             }
             self._judgeable = _Judgeable(step.step_id, drafted, result.judge)
-        statuses = [reply.status for reply in replies]
-        for status in set(statuses):
-            self._stats.add(_COUNTERS[status], statuses.count(status))
         margins: memoryview | None = None
         if result is not None and len(drafts) == len(replies):
             tokens, confidences, margins = result.tokens, result.confidences, result.margins
@@ -164,16 +183,19 @@ class Session:
             confidences = self._spread(plan, result.confidences if result else None, "f")
             if int(step.flags) & _MARGINS:
                 margins = self._spread(plan, result.margins if result else None, "f")
-        return StepReply(
-            step.step_id,
-            self._info.num_drafts,
-            worker_us,
-            replies,
-            tokens,
-            confidences,
-            margins,
-            0 if margins is None else _MARGINS,
+        flags = 0 if margins is None else _MARGINS
+        return make_step_reply(
+            (step.step_id, self._info.num_drafts, worker_us, replies, tokens, confidences, margins, flags)
         )
+
+    def count(self, plan: Plan, reply: StepReply) -> None:
+        """Take note of a step that is done: `reply` is `complete`'s."""
+        if plan.verified:
+            self._stats.add("drafts_verified", plan.verified)
+            self._stats.add("drafts_accepted", plan.accepted)
+        statuses = [entry.status for entry in reply.entries]
+        for status in set(statuses):
+            self._stats.add(_COUNTERS[status], statuses.count(status))
 
     def judge(self, judge: Judge) -> Judgement:
         """Raises ProtocolError where there is nothing to judge by, or the chains are not ones of this drafter's size."""
@@ -212,8 +234,8 @@ class Session:
         self._held.clear()
 
     def _judge(self, entry: Entry, held: _Held | None) -> tuple[RequestStatus, _Held | None, DraftEntry | None]:
-        slot, generation, first_pos, n_rows, anchor_token, anchor_pos, _, _, n_out = entry
-        flags = int(entry.flags)
+        slot, generation, first_pos, n_rows, anchor_token, anchor_pos, flags, _, n_out = entry
+        info, flags = self._info, int(flags)
         reset = bool(flags & _NEW_GEN)
         needs_draft = bool(flags & _NEED_DRAFT)
         if held is not None and generation < held.generation:
@@ -226,12 +248,10 @@ class Session:
                 held = self._held[slot] = _Held(drafter_slot, generation)
             held.generation = generation
             held.is_void = True
-        if anchor_pos != first_pos + n_rows or anchor_pos > self._info.max_position:
+        if anchor_pos != first_pos + n_rows or anchor_pos > info.max_position:
             return _BAD_ENTRY, held, None
         # An anchor that nobody drafts from may be any placeholder.
-        if needs_draft and not (
-            n_rows and 0 <= anchor_token < self._info.vocab_size and n_out <= self._info.num_drafts
-        ):
+        if needs_draft and not (n_rows and 0 <= anchor_token < info.vocab_size and n_out <= info.num_drafts):
             return _BAD_ENTRY, held, None
         if reset:
             assert held is not None
@@ -248,15 +268,18 @@ class Session:
         # not continue it.
         if window_from > first_pos:
             first_pos, reset = window_from, True
-        draft = DraftEntry(
-            held.drafter_slot,
-            reset,
-            first_pos,
-            anchor_pos - first_pos,
-            window_from,
-            anchor_token if needs_draft else 0,
-            needs_draft,
-            n_out or self._info.num_drafts,
+        draft = make_draft_entry(
+            (
+                held.drafter_slot,
+                reset,
+                first_pos,
+                anchor_pos - first_pos,
+                window_from,
+                anchor_token if needs_draft else 0,
+                needs_draft,
+                # Of an entry that only appends, whatever it says: what is handed on is in range.
+                (n_out if needs_draft else 0) or info.num_drafts,
+            )
         )
         if not needs_draft:
             return _NOT_NEEDED, held, draft
@@ -266,7 +289,7 @@ class Session:
 
     def _pick(self, plan: Plan) -> memoryview:
         """The rows of the drafts, the newest of each entry's: a view where they are neighbours, else joined."""
-        step, _, drafts, _, places, _ = plan
+        step, _, drafts, _, places, *_ = plan
         row_bytes = self._info.row_bytes
         ends = [row_bytes * n_rows for n_rows in accumulate([entry.n_rows for entry in step.entries])]
         pieces: list[tuple[int, int]] = []  # from, to
