@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.drafters import INFO, ArithmeticDrafter, info
+from tests.transport.ucx import needs_ucx
 
 from farspark.cli.main import main
 from farspark.errors import ConfigError
@@ -32,12 +33,17 @@ QUICK = ["--pings", "5", "--rounds", "6", "--timeout-s", "5"]
 
 @contextlib.contextmanager
 def worker(
-    drafter_info: DrafterInfo = INFO, *, max_rows: int = 4096, max_connections: int = 8, token: bytes | None = None
+    drafter_info: DrafterInfo = INFO,
+    *,
+    listen: str = "tcp://127.0.0.1:0",
+    max_rows: int = 4096,
+    max_connections: int = 8,
+    token: bytes | None = None,
 ) -> Iterator[tuple[str, ArithmeticDrafter, Server]]:
     drafter = ArithmeticDrafter(drafter_info)
     config = WorkerConfig(
         checkpoint=Path("none"),
-        listen=parse_endpoint("tcp://127.0.0.1:0"),
+        listen=parse_endpoint(listen),
         max_rows=max_rows,
         max_connections=max_connections,
         token=token,
@@ -367,6 +373,21 @@ def test_the_shape_is_read_as_the_engine_reads_it(tmp_path: Path) -> None:
     assert shape.row_bytes == 64
 
 
+@pytest.mark.parametrize(("is_anchor_first", "drafts"), [(True, 7), (False, 6)])
+def test_LAYOUT_1N_the_shape_of_a_drafter_in_speculators_format(
+    tmp_path: Path, is_anchor_first: bool, drafts: int
+) -> None:
+    keys = {
+        "aux_hidden_state_layer_ids": [2, 4, 5],
+        "block_size": 7,
+        "sample_from_anchor": is_anchor_first,
+        "target_hidden_size": None,
+        "transformer_layer_config": {"hidden_size": 64, "vocab_size": 9},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    assert read_shape(tmp_path) == Shape(num_drafts=drafts, vocab_size=9, hidden_size=64, taps=3)
+
+
 def test_the_probe_runs_on_a_bare_python_without_site_packages() -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv.pop(1)); sys.modules.update(dict.fromkeys(['numpy', 'torch', 'rich', "
@@ -434,6 +455,23 @@ def test_a_token_file_that_others_can_read_is_wrong_usage(token_file: Path, caps
     token_file.chmod(0o644)
     assert main(["probe", "--endpoint", "tcp://127.0.0.1:1", "--token-file", str(token_file)]) == 2
     assert "others may read or change it (mode 0644); chmod 600" in capsys.readouterr().err
+
+
+@needs_ucx
+@pytest.mark.parametrize("scheme", ["ucx", "o1tcp"])
+def test_the_probe_runs_over_ucx_on_a_bare_python_and_says_the_lane_UCX_LANE(scheme: str) -> None:
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from farspark.cli.main import main; sys.exit(main())"
+    with worker(listen="ucx://127.0.0.1:0") as (listening, drafter, server):
+        assert "tcp/lo" in server.snapshot()["lanes"]
+        endpoint = f"{scheme}://{listening.partition('://')[2]}"
+        command = [sys.executable, "-I", "-S", "-W", "error", "-c", code, str(SRC), "probe", "--endpoint", endpoint]
+        done = subprocess.run(
+            [*command, "--hello", "--no-metrics-check", "--json", *QUICK], capture_output=True, text=True, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    answer = json.loads(done.stdout)
+    assert answer["connection"]["lane"].startswith("ucx tcp/lo 127.0.0.1:")
+    assert drafter.calls == 6
 
 
 def test_the_probe_proves_itself_on_a_bare_python(token_file: Path) -> None:

@@ -71,7 +71,7 @@ def test_it_is_compiled_at_first_use_into_a_private_directory_and_found_there_af
 
 
 def test_a_build_beside_the_sources_comes_first_unless_it_is_of_other_sources(package: Path) -> None:
-    done = run(package, "-m", "farspark.native")
+    done = run(package, "-m", "farspark.native", "hostflag")
     packaged = package / "farspark" / "native" / "libhostflag.so"
     assert (done.returncode, done.stdout.strip()) == (0, str(packaged))
     assert ask(package, path="") == ("packaged", packaged)
@@ -98,7 +98,7 @@ def test_a_compiler_that_fails_is_quoted(package: Path) -> None:
     done = run(package, "-c", ASK)
     assert done.returncode == 1
     assert "no such machine" in done.stderr
-    done = run(package, "-m", "farspark.native", "out.so")
+    done = run(package, "-m", "farspark.native", "hostflag", "out.so")
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert "no such machine" in done.stderr
@@ -202,4 +202,5 @@ def test_every_function_of_the_header_is_declared(library: HostflagLibrary, sour
 def test_the_usage_is_told() -> None:
     done = subprocess.run([sys.executable, "-m", "farspark.native", "--help"], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "usage: python -m farspark.native [FILE]" in done.stderr
+    assert "usage: python -m farspark.native [NAME [FILE]]" in done.stderr
+    assert "names: hostflag" in done.stderr

@@ -23,6 +23,10 @@ from farspark.transport import Endpoint, parse_endpoint, parse_endpoints
         ("tcp://[fe80::1%eth0]:5?bind=[fe80::2%eth0]", Endpoint("tcp", "fe80::1%eth0", 5, "fe80::2%eth0")),
         ("tcp://h:5?spin_us=0", Endpoint("tcp", "h", 5, spin_us=0)),
         ("tcp://h:5?bind=::1&spin_us=300", Endpoint("tcp", "h", 5, "::1", 300)),
+        (
+            "o1rdma://h:5?ucx_dir=/opt/ucx/lib&bind=10.0.0.1",
+            Endpoint("o1rdma", "h", 5, "10.0.0.1", ucx_dir="/opt/ucx/lib"),
+        ),
         ("memory://two-ends", Endpoint("memory", "two-ends")),
     ],
 )
@@ -70,6 +74,8 @@ def test_an_address_is_parsed_and_printed_ADDR(text: str, endpoint: Endpoint) ->
         ("tcp://h:5?spin_us=-1", "spin_us=-1: expected whole microseconds"),
         ("tcp://h:5?spin_us=1.5", "spin_us=1.5"),
         ("tcp://h:5?spin_us=2000000", "0 to 1000000"),
+        ("tcp://h:5?ucx_dir=/opt/ucx", "option 'ucx_dir' is for ucx, o1rdma, o1tcp only"),
+        ("ucx://h:5?ucx_dir=lib", "ucx_dir=lib: expected an absolute path"),
         ("memory://", "empty name"),
         ("memory://a:1", "expected memory://name"),
         ("memory://a?bind=1.2.3.4", "without bind"),

@@ -27,7 +27,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "would, make real steps with random rows, and end it. Needs python3 and nothing else. Exit code 0: usable; "
         "1: not usable, and why; 2: wrong usage.",
     )
-    parser.add_argument("--endpoint", metavar="ENDPOINT", required=True, help="the worker, as tcp://10.0.0.2:18620")
+    parser.add_argument(
+        "--endpoint", metavar="ENDPOINT", required=True, help="the worker, as tcp://10.0.0.2:18620 or ucx://…"
+    )
     parser.add_argument(
         "--token-file",
         metavar="FILE",

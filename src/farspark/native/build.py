@@ -1,6 +1,7 @@
-"""Compiles the helper with the system's C compiler: `python -m farspark.native [FILE]`.
+"""The native libraries, and how the system's C compiler makes them: `python -m farspark.native [NAME [FILE]]`.
 
-A build carries the SHA-256 of its sources, so that one that does not belong to the sources beside it is noticed.
+A build carries the SHA-256 of its sources, so that one that does not belong to the sources beside it is noticed. Every
+library NAME has the functions NAME_version() and NAME_build(), and gets its digest as the macro NAME_BUILD.
 """
 
 from __future__ import annotations
@@ -11,47 +12,84 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from farspark.errors import FarsparkError
 
 HERE: Final = Path(__file__).parent
-SOURCE: Final = HERE / "hostflag.c"
-HEADER: Final = HERE / "hostflag.h"
-PACKAGED: Final = HERE / "libhostflag.so"  # where `make native` puts it
-
 COMPILERS: Final = ("cc", "gcc", "clang")
 FLAGS: Final = ("-std=c11", "-O2", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
 TIMEOUT_S: Final = 60
 
 
 class NativeUnavailable(FarsparkError):
-    """No usable build of the native helper. The message says what was tried, why each try failed, and what to do."""
+    """No usable build of a native library. The message says what was tried, why each try failed, and what to do."""
 
 
-def source_digest() -> str:
-    """64 hex digits over header, source and flags. Raises NativeUnavailable if they are not there."""
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A native library of ours and what it is made of."""
+
+    name: str  # of its functions, and of its file: libNAME.so
+    title: str  # what messages call it
+    version: int  # NAME_VERSION of its header; a build of another version is refused
+    header: str
+    sources: tuple[str, ...]
+    flags: tuple[str, ...] = FLAGS
+    foreign: str = ""  # what is needed beside a C compiler, and where it comes from
+
+    @property
+    def packaged(self) -> Path:
+        """Where `make native` puts it."""
+        return HERE / f"lib{self.name}.so"
+
+
+HOSTFLAG: Final = Library("hostflag", "the native helper", 1, "hostflag.h", ("hostflag.c",))
+UCXCHANNEL: Final = Library(
+    "ucxchannel",
+    "the UCX channel",
+    1,
+    "ucx_channel.h",
+    ("ucx_channel.c",),
+    # glibc's own interfaces (eventfd, ppoll) beside C11.
+    flags=(*FLAGS, "-D_GNU_SOURCE"),
+    foreign="the headers of UCX 1.13 or later (Debian and Ubuntu: libucx-dev)",
+)
+LIBRARIES: Final = (HOSTFLAG, UCXCHANNEL)
+
+
+def source_digest(library: Library = HOSTFLAG) -> str:
+    """64 hex digits over header, sources and flags. Raises NativeUnavailable if they are not there."""
     digest = hashlib.sha256()
     try:
-        for part in (HEADER.read_bytes(), SOURCE.read_bytes(), " ".join(FLAGS).encode()):
-            digest.update(len(part).to_bytes(8, "little") + part)
+        texts = [(HERE / name).read_bytes() for name in (library.header, *library.sources)]
     except OSError as error:
-        raise NativeUnavailable(f"the helper's sources cannot be read: {error}") from error
+        raise NativeUnavailable(f"the sources of {library.title} cannot be read: {error}") from error
+    for part in (*texts, " ".join(library.flags).encode()):
+        digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
 
-def compile_library(output: Path) -> Path:
-    """Compile into the file `output`, which appears whole or not at all. Raises NativeUnavailable with the compiler's words."""
+def compile_library(output: Path, library: Library = HOSTFLAG, *, include: Sequence[Path] = ()) -> Path:
+    """Compile into the file `output`, which appears whole or not at all; `include` are directories of foreign headers.
+
+    Raises NativeUnavailable with the compiler's words.
+    """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise NativeUnavailable(f"no C compiler on the PATH ({', '.join(COMPILERS)})")
-    build = f'-DHOSTFLAG_BUILD="{source_digest()}"'
+    build = f'-D{library.name.upper()}_BUILD="{source_digest(library)}"'
+    # System headers: their warnings are not ours.
+    foreign = [argument for directory in include for argument in ("-isystem", str(directory))]
+    sources = [str(HERE / name) for name in library.sources]
     try:
         # Beside the output: a rename within one file system is atomic, and two ranks may compile at the same time.
         with tempfile.TemporaryDirectory(prefix=".build-", dir=output.parent) as directory:
             built = Path(directory) / output.name
-            _run([compiler, *FLAGS, build, str(SOURCE), "-o", str(built)])
+            _run([compiler, *library.flags, build, *foreign, *sources, "-o", str(built)])
             built.chmod(0o755)
             os.replace(built, output)
     except OSError as error:
@@ -69,12 +107,22 @@ def _run(command: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) > 1 or (arguments and arguments[0].startswith("-")):
-        print("usage: python -m farspark.native [FILE]   (default: beside the package's sources)", file=sys.stderr)
+    names = {library.name: library for library in LIBRARIES}
+    if len(arguments) > 2 or (arguments and arguments[0] not in names):
+        print(
+            "usage: python -m farspark.native [NAME [FILE]]   (default: all, beside the package's sources)",
+            file=sys.stderr,
+        )
+        print(f"names: {', '.join(names)}", file=sys.stderr)
         return 2
-    try:
-        print(compile_library(Path(arguments[0]) if arguments else PACKAGED))
-    except NativeUnavailable as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    outcome = 0
+    for library in [names[arguments[0]]] if arguments else LIBRARIES:
+        try:
+            print(compile_library(Path(arguments[1]) if len(arguments) == 2 else library.packaged, library))
+        except NativeUnavailable as error:
+            print(f"error: {error}", file=sys.stderr)
+            if library.foreign:
+                print(f"{library.title} needs {library.foreign}", file=sys.stderr)
+            # One that needs what this machine may well lack does not spoil the others, unless it was asked for.
+            outcome = outcome if library.foreign and not arguments else 1
+    return outcome

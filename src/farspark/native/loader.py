@@ -1,4 +1,4 @@
-"""Finds a build of the native helper, or makes one, and refuses every other version.
+"""Finds a build of a native library, or makes one, and refuses every other version.
 
 In this order: the file that the caller names, and then nothing else; the build beside the sources; one that was compiled
 before, in the user's cache directory; a compilation into that directory; a compilation into a temporary one, which is gone
@@ -12,69 +12,71 @@ import os
 import platform
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from farspark.native.build import PACKAGED, NativeUnavailable, compile_library, source_digest
-
-VERSION: Final = 1  # HOSTFLAG_VERSION of hostflag.h
+from farspark.native.build import HOSTFLAG, Library, NativeUnavailable, compile_library, source_digest
 
 
 @dataclass(frozen=True, slots=True)
-class HostflagLibrary:
-    """A loaded build. `calls` has the functions of hostflag.h with their argument types; every call leaves the GIL."""
+class Build:
+    """A loaded build of `library`. Every call through `calls` leaves the GIL; argument types are the caller's to declare."""
 
+    library: Library
     calls: ctypes.CDLL
     path: Path
     origin: str  # "given", "packaged", "cached", "compiled"
-    build: str  # SHA-256 of the sources in hex, "" for a build that does not say
-
-    def __repr__(self) -> str:
-        return f"<HostflagLibrary {self.origin} {self.path} version {VERSION} build {self.build[:12] or 'unknown'}>"
+    digest: str  # SHA-256 of the sources in hex, "" for a build that does not say
 
 
-def load(path: str | Path | None = None, *, cache: Path | None = None) -> HostflagLibrary:
-    """The helper from `path`, else from wherever it can be had; `cache` replaces the user's cache directory.
+def open_build(
+    library: Library, path: str | Path | None = None, *, cache: Path | None = None, include: Sequence[Path] = ()
+) -> Build:
+    """`library` from `path`, else from wherever it can be had.
 
-    Raises NativeUnavailable: no build is to be had, or the one at `path` cannot be loaded or is of another version.
+    `cache` replaces the user's cache directory, `include` are directories of foreign headers, for a compilation. Raises
+    NativeUnavailable: no build is to be had, or the one at `path` cannot be loaded or is of another version.
     """
     if path is not None:
-        return _open(Path(path), "given")
+        return _open(library, Path(path), "given")
     reasons = []
-    for attempt in _attempts(cache):
+    for attempt in _attempts(library, cache, include):
         try:
             return attempt()
         except NativeUnavailable as error:
             reasons.append(str(error))
+    needs = f" and {library.foreign}" if library.foreign else ""
     raise NativeUnavailable(
-        f"the native helper is not available: {'; '.join(reasons)}. Install a C compiler, or build it on a machine like this one "
-        "(python -m farspark.native FILE) and name the file"
+        f"{library.title} is not available: {'; '.join(reasons)}. Install a C compiler{needs}, or build it on a machine like "
+        f"this one (python -m farspark.native {library.name} FILE) and name the file"
     )
 
 
-def _attempts(cache: Path | None) -> Iterator[Callable[[], HostflagLibrary]]:
-    yield lambda: _open_ours(PACKAGED, "packaged")
-    yield lambda: _from_cache(_private(cache or _user_cache()))
-    yield _from_temporary
+def _attempts(library: Library, cache: Path | None, include: Sequence[Path]) -> Iterator[Callable[[], Build]]:
+    yield lambda: _open_ours(library, library.packaged, "packaged")
+    yield lambda: _from_cache(library, _private(cache or _user_cache()), include)
+    yield lambda: _from_temporary(library, include)
 
 
-def _from_cache(directory: Path) -> HostflagLibrary:
-    path = directory / f"libhostflag-{VERSION}-{source_digest()[:32]}-{platform.machine()}.so"
+def _from_cache(library: Library, directory: Path, include: Sequence[Path]) -> Build:
+    digest = source_digest(library)[:32]
+    path = directory / f"lib{library.name}-{library.version}-{digest}-{platform.machine()}.so"
     if path.exists():
         try:
             _refuse_unless_ours(path)
-            return _open_ours(path, "cached")
+            return _open_ours(library, path, "cached")
         except NativeUnavailable:
             pass  # cut short, or made against another C library: made anew
-    return _open_ours(compile_library(path), "compiled")
+    return _open_ours(library, compile_library(path, library, include=include), "compiled")
 
 
-def _from_temporary() -> HostflagLibrary:
+def _from_temporary(library: Library, include: Sequence[Path]) -> Build:
     try:
         with tempfile.TemporaryDirectory(prefix="farspark-native-") as directory:
-            return _open_ours(compile_library(Path(directory) / "libhostflag.so"), "compiled")
+            path = compile_library(Path(directory) / f"lib{library.name}.so", library, include=include)
+            return _open_ours(library, path, "compiled")
     except OSError as error:
         raise NativeUnavailable(f"no temporary directory: {error}") from error
 
@@ -107,19 +109,19 @@ def _refuse_unless_ours(path: Path, others: int = 0o022) -> None:
         )
 
 
-def _open_ours(path: Path, origin: str) -> HostflagLibrary:
+def _open_ours(library: Library, path: Path, origin: str) -> Build:
     """A build made from the sources that are here."""
     if not path.exists():
         raise NativeUnavailable(f"{path} does not exist")
-    library = _open(path, origin)
-    if library.build != source_digest():
+    build = _open(library, path, origin)
+    if build.digest != source_digest(library):
         raise NativeUnavailable(
-            f"{path} was built from other sources ({library.build[:12] or 'unknown'}); run make native"
+            f"{path} was built from other sources ({build.digest[:12] or 'unknown'}); run make native"
         )
-    return library
+    return build
 
 
-def _open(path: Path, origin: str) -> HostflagLibrary:
+def _open(library: Library, path: Path, origin: str) -> Build:
     # Absolute: dlopen looks for a bare name in the system's directories.
     path = path.absolute()
     try:
@@ -127,15 +129,41 @@ def _open(path: Path, origin: str) -> HostflagLibrary:
     except OSError as error:
         raise NativeUnavailable(f"{path} cannot be loaded: {error}") from error
     try:
-        version = int(calls.hostflag_version())
+        version_of, build_of = calls[f"{library.name}_version"], calls[f"{library.name}_build"]
     except AttributeError as error:
-        raise NativeUnavailable(f"{path} is no build of the native helper: {error}") from error
-    if version != VERSION:
+        raise NativeUnavailable(f"{path} is no build of {library.title}: {error}") from error
+    version_of.restype, build_of.restype = ctypes.c_uint32, ctypes.c_char_p
+    version = int(version_of())
+    if version != library.version:
         raise NativeUnavailable(
-            f"{path} is version {version} of the native helper; this Farspark needs version {VERSION}"
+            f"{path} is version {version} of {library.title}; this Farspark needs version {library.version}"
         )
-    _declare(calls)
-    return HostflagLibrary(calls, path, origin, calls.hostflag_build().decode())
+    return Build(library, calls, path, origin, build_of().decode())
+
+
+# What hostflag.h declares.
+
+VERSION: Final = HOSTFLAG.version
+
+
+@dataclass(frozen=True, slots=True)
+class HostflagLibrary:
+    """A loaded build. `calls` has the functions of hostflag.h with their argument types; every call leaves the GIL."""
+
+    calls: ctypes.CDLL
+    path: Path
+    origin: str  # "given", "packaged", "cached", "compiled"
+    build: str  # SHA-256 of the sources in hex, "" for a build that does not say
+
+    def __repr__(self) -> str:
+        return f"<HostflagLibrary {self.origin} {self.path} version {VERSION} build {self.build[:12] or 'unknown'}>"
+
+
+def load(path: str | Path | None = None, *, cache: Path | None = None) -> HostflagLibrary:
+    """The helper of asynchronous rounds. As `open_build`."""
+    build = open_build(HOSTFLAG, path, cache=cache)
+    _declare(build.calls)
+    return HostflagLibrary(build.calls, build.path, build.origin, build.digest)
 
 
 _U32, _I64, _SIZE = ctypes.c_uint32, ctypes.c_int64, ctypes.c_size_t
@@ -167,8 +195,6 @@ _STATUS_CALLS: Final[dict[str, tuple[type[ctypes._SimpleCData[int]] | type[ctype
 
 
 def _declare(calls: ctypes.CDLL) -> None:
-    calls.hostflag_version.restype = _U32
-    calls.hostflag_build.restype = ctypes.c_char_p
     calls.hostflag_status_text.argtypes = (ctypes.c_int,)
     calls.hostflag_status_text.restype = ctypes.c_char_p
     calls.hostflag_page_bytes.argtypes = (_U32,)

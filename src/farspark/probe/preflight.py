@@ -82,20 +82,23 @@ def read_shape(path: Path) -> Shape:
         raise ConfigError(f"--checkpoint-config {file}: not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"--checkpoint-config {file}: expected a JSON object")
-    nested = config.get("dflash_config")
-    scopes = [config, nested] if isinstance(nested, dict) else [config]
+    # Some formats keep the transformer's keys, or all of them, one level down.
+    nested = (config.get(key) for key in ("dflash_config", "transformer_layer_config", "text_config"))
+    scopes = [config, *(one for one in nested if isinstance(one, dict))]
     layers = next((scope[key] for key in _LAYER_KEYS for scope in scopes if scope.get(key) is not None), None)
     if not isinstance(layers, list) or not layers:
         raise ConfigError(f"--checkpoint-config {file}: no list of target layers ({', '.join(_LAYER_KEYS)})")
 
     def number(*keys: str) -> int:
-        value = next((config[key] for key in keys if config.get(key) is not None), None)
+        value = next((scope[key] for key in keys for scope in scopes if scope.get(key) is not None), None)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"--checkpoint-config {file}: {' or '.join(keys)} is {value!r}, expected a whole number")
         return value
 
+    # In a block that only fills in masks the anchor drafts nothing.
+    anchor = 1 if config.get("sample_from_anchor") is False else 0
     return Shape(
-        num_drafts=number("block_size", "dspark_block_size"),
+        num_drafts=number("block_size", "dspark_block_size") - anchor,
         vocab_size=number("vocab_size"),
         hidden_size=number("target_hidden_size", "hidden_size"),
         taps=len(layers),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from farspark.clock import Deadline
-from farspark.errors import ConfigError
 from farspark.transport.base import Channel, Listener, Piece
 from farspark.transport.endpoint import Endpoint, parse_endpoint, parse_endpoints
 
@@ -19,6 +19,7 @@ __all__ = [
     "Listener",
     "Piece",
     "connect",
+    "exchange",
     "listen",
     "parse_endpoint",
     "parse_endpoints",
@@ -42,7 +43,18 @@ def connect(endpoint: Endpoint | str, deadline: Deadline, *, max_frame_bytes: in
         from farspark.transport import memory
 
         return memory.connect(endpoint, deadline, max_frame_bytes=max_frame_bytes)
-    raise _no_ucx(endpoint)
+    from farspark.transport import ucx
+
+    return ucx.connect(endpoint, deadline, max_frame_bytes=max_frame_bytes)
+
+
+def exchange(channel: Channel, pieces: Sequence[Piece], deadline: Deadline) -> memoryview:
+    """Send one frame and take the one that comes next, in one call where the transport has it. Raises as the two do."""
+    at_once = getattr(channel, "exchange", None)
+    if at_once is not None:
+        return at_once(pieces, deadline)  # type: ignore[no-any-return]
+    channel.send(pieces, deadline)
+    return channel.recv(deadline)
 
 
 def listen(endpoint: Endpoint | str, *, max_frame_bytes: int) -> Listener:
@@ -60,10 +72,6 @@ def listen(endpoint: Endpoint | str, *, max_frame_bytes: int) -> Listener:
         from farspark.transport import memory
 
         return memory.listen(endpoint, max_frame_bytes=max_frame_bytes)
-    raise _no_ucx(endpoint)
+    from farspark.transport import ucx
 
-
-def _no_ucx(endpoint: Endpoint) -> ConfigError:
-    return ConfigError(
-        f"endpoint {endpoint}: this build of Farspark has no UCX transport; use tcp://{endpoint.address}"
-    )
+    return ucx.listen(endpoint, max_frame_bytes=max_frame_bytes)

@@ -1,7 +1,8 @@
 """Addresses: `tcp://host:port?bind=ip`, `ucx://`, `o1rdma://`, `o1tcp://` (names for ucx with the lane pinned), `memory://name`.
 
 An IPv6 literal stands in brackets and may carry a scope: `tcp://[fe80::1%eth0]:18620`. Options follow a `?`, joined by `&`:
-`bind` (this side's own address) and `spin_us` (how long a wait spins before it sleeps).
+`bind` (this side's own address), `spin_us` (how long a wait spins before it sleeps) and, of ucx, `ucx_dir` (the directory of the
+UCX libraries to use).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Final
 from farspark.errors import ConfigError
 
 SCHEMES: Final = ("tcp", "ucx", "o1rdma", "o1tcp", "memory")
-OPTIONS: Final = ("bind", "spin_us")
+UCX_SCHEMES: Final = ("ucx", "o1rdma", "o1tcp")
+OPTIONS: Final = ("bind", "spin_us", "ucx_dir")
 # Spinning longer than this takes a core away for nothing: a sleeping wait costs some 50 us.
 MAX_SPIN_US: Final = 1_000_000
 
@@ -32,6 +34,7 @@ class Endpoint:
     port: int = 0  # 0 when listening: any free port; always 0 for memory
     bind: str = ""  # this side's address, without brackets; empty: the system chooses
     spin_us: int | None = None  # microseconds; None: the transport's default
+    ucx_dir: str = ""  # of the UCX libraries; empty: searched
 
     @property
     def address(self) -> str:
@@ -56,6 +59,8 @@ class Endpoint:
             options.append(f"bind={self.bind}")
         if self.spin_us is not None:
             options.append(f"spin_us={self.spin_us}")
+        if self.ucx_dir:
+            options.append(f"ucx_dir={self.ucx_dir}")
         query = "?" + "&".join(options) if options else ""
         return f"{self.scheme}://{self.address}{query}"
 
@@ -79,6 +84,7 @@ def parse_endpoint(text: str) -> Endpoint:
     options = _options(text, query) if has_options else {}
     bind = _bind(text, options["bind"]) if "bind" in options else ""
     spin_us = _spin_us(text, options["spin_us"]) if "spin_us" in options else None
+    ucx_dir = _ucx_dir(text, scheme, options["ucx_dir"]) if "ucx_dir" in options else ""
     if scheme == "memory":
         if not address:
             raise _wrong(text, "empty name; expected memory://name")
@@ -88,7 +94,7 @@ def parse_endpoint(text: str) -> Endpoint:
     host, port = _host_and_port(text, address)
     if bind and _literal_version(host) not in (None, _literal_version(bind)):
         raise _wrong(text, f"bind={bind} and {host} are not of the same address family")
-    return Endpoint(scheme, host, port, bind, spin_us)
+    return Endpoint(scheme, host, port, bind, spin_us, ucx_dir)
 
 
 def _host_and_port(text: str, address: str) -> tuple[str, int]:
@@ -128,7 +134,7 @@ def _options(text: str, query: str) -> dict[str, str]:
     for item in query.split("&"):
         name, equals, value = item.partition("=")
         if name not in OPTIONS:
-            raise _wrong(text, f"unknown option {name!r}; expected {' or '.join(OPTIONS)}{_nearest(name, OPTIONS)}")
+            raise _wrong(text, f"unknown option {name!r}; expected {', '.join(OPTIONS)}{_nearest(name, OPTIONS)}")
         if not equals or not value:
             raise _wrong(text, f"option {name!r} has no value")
         if name in options:
@@ -148,6 +154,14 @@ def _spin_us(text: str, value: str) -> int:
     if not (value.isascii() and value.isdigit()) or len(value) > 7 or int(value) > MAX_SPIN_US:
         raise _wrong(text, f"spin_us={value}: expected whole microseconds, 0 to {MAX_SPIN_US}")
     return int(value)
+
+
+def _ucx_dir(text: str, scheme: str, value: str) -> str:
+    if scheme not in UCX_SCHEMES:
+        raise _wrong(text, f"option 'ucx_dir' is for {', '.join(UCX_SCHEMES)} only")
+    if not value.startswith("/"):
+        raise _wrong(text, f"ucx_dir={value}: expected an absolute path, of the directory that has libucp.so.0")
+    return value
 
 
 def _literal_version(host: str) -> int | None:

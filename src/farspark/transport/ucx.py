@@ -1,0 +1,730 @@
+"""Frames over UCX active messages: RDMA where both ends have a device for it, else UCX's TCP.
+
+`native/ucx_channel` does the waiting, one call of it per send, receive or whole round, without the GIL. Here are the policy
+(which lanes, which settings, how long), Python's side of the memory, and who may still use a channel that is being closed.
+
+`ucx://` takes the best lane that both ends have; `o1rdma://` and `o1tcp://` pin it. What is really used is read from the
+endpoint.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import math
+import os
+import re
+import resource
+import socket
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, NoReturn
+
+from farspark.clock import Deadline
+from farspark.errors import ConfigError, ProtocolError, TransportError
+from farspark.native.build import NativeUnavailable
+from farspark.native.ucx import NEVER, Address, UcxLibrary, UcxPiece, load_ucx
+from farspark.transport.addresses import SocketAddress, reason, resolve, show
+from farspark.transport.base import Piece
+from farspark.transport.endpoint import Endpoint
+
+DEFAULT_CONNECT_SPIN_US: Final = 200
+# A worker waits for the engine's next step, milliseconds away: spinning would only take a core from the drafter.
+DEFAULT_LISTEN_SPIN_US: Final = 0
+
+# How long a client may take between its first packet and the answer to our greeting.
+ESTABLISH_NS: Final = 5_000_000_000
+# How long a closed channel waits, on a thread of its own, until the peer has taken what was sent before the end. The peer
+# answers as soon as it looks; one that never looks loses the last frames.
+LINGER_NS: Final = 1_000_000_000
+CLOSE_WITHIN_S: Final = 5.0
+# Connections that nobody accepted yet.
+_BACKLOG: Final = 128
+# Beside one frame of the largest size: what a peer may send ahead while this side sends.
+_UNREAD_SLACK_BYTES: Final = 4 * 1024 * 1024
+# What a channel receives into at first, and up to what size that memory is kept for the frames to come.
+_FIRST_MEMORY_BYTES: Final = 64 * 1024
+_MAX_KEPT_BYTES: Final = 4 * 1024 * 1024
+_TEXT_BYTES: Final = 64 * 1024
+# RDMA registers the memory that it uses; less than this is not enough for the queues of a few connections.
+_LITTLE_MEMLOCK_BYTES: Final = 64 * 1024 * 1024
+
+# What UCX may travel over. `rc` is InfiniBand's and RoCE's reliable connection, whoever makes the card.
+TRANSPORTS: Final = {"ucx": "rc,tcp", "o1rdma": "rc", "o1tcp": "tcp"}
+# Taken unless the environment has UCX_<name>. A dead or silent peer is noticed within seconds by these, with UCX's own
+# defaults within half a minute or never; a round's deadline does not depend on either.
+SETTINGS: Final = (
+    ("KEEPALIVE_INTERVAL", "1s"),
+    ("TCP_KEEPIDLE", "1s"),
+    ("TCP_KEEPINTVL", "1s"),
+    # UCX 1.13 knows them by the first two names only.
+    ("RC_TIMEOUT", "50ms"),
+    ("RC_RETRY_COUNT", "5"),
+    ("RC_VERBS_TIMEOUT", "50ms"),
+    ("RC_VERBS_RETRY_COUNT", "5"),
+    ("RC_MLX5_TIMEOUT", "50ms"),
+    ("RC_MLX5_RETRY_COUNT", "5"),
+    # Lanes for what is never asked for, remote access to memory, on whatever other card there is.
+    ("MAX_RNDV_LANES", "1"),
+    # A round of some 100 KB is one segment; in segments of 8 KB it takes twice as long.
+    ("TCP_TX_SEG_SIZE", "128k"),
+    ("TCP_RX_SEG_SIZE", "128k"),
+)
+# UCX 1.13 knows a setting of TCP by its own name only, later ones by the name with the transport's. Not so of RC's: TIMEOUT
+# alone would be that of connecting.
+_PREFIXES: Final = ("TCP_",)
+# Before, UCX's TCP writes an IPv6 address over the end of an IPv4 one where a device has both.
+_FIRST_WITH_TCP_OVER_IPV6: Final = (1, 14)
+
+# "lane[1]:  1:tcp/lo.0 md[0] -> md[0]/tcp/sysdev[255] rma_bw#0 am am_bw#0 wireup": the transport, its device, what it is for.
+_LANE = re.compile(r"lane\[\d+\]:\s+\d+:([a-z0-9_]+)/(\S+?)\.\d+\s(.*)")
+# "resource 1  :  md 0  dev 1  flags -- tcp/lo"
+_RESOURCE = re.compile(r"resource\s+\d+\s+:.*\s([a-z0-9_]+/\S+)\s*$", re.MULTILINE)
+
+
+class _Status(enum.IntEnum):
+    OK = 0
+    TIMED_OUT = 1
+    INTERRUPTED = 2
+    TOO_LARGE = 3
+    CLOSED = 4
+    GONE = 5
+    ABANDONED = 6
+    HELD = 7
+
+    INVALID = -1
+    NO_MEMORY = -2
+    SYSTEM = -3
+    UCX = -4
+    REFUSED = -5
+    UNREACHABLE = -6
+    IN_USE = -7
+    FOREIGN = -8
+
+
+class _PyBuffer(ctypes.Structure):
+    """Py_buffer, of Python's stable ABI."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_void_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes, _release_buffer.restype = (ctypes.POINTER(_PyBuffer),), None
+
+
+class _Held:
+    """The memory of a frame's pieces, where it is, and held there until `release`: nobody can free or resize it."""
+
+    __slots__ = ("_buffers", "_count", "pieces")
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = (UcxPiece * len(pieces))()
+        self._buffers = (_PyBuffer * len(pieces))()
+        self._count = 0
+        try:
+            for piece, buffer, place in zip(pieces, self._buffers, self.pieces, strict=True):
+                _get_buffer(piece, buffer, 0)
+                self._count += 1
+                place.data, place.bytes = buffer.buf, buffer.len
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        for buffer in self._buffers[: self._count]:
+            _release_buffer(buffer)
+        self._count = 0
+
+
+class UcxChannel:
+    """A `Channel` over one UCX endpoint, which it owns."""
+
+    def __init__(
+        self, library: UcxLibrary, handle: ctypes.c_void_p, lane: str, *, max_frame_bytes: int, spin_us: int
+    ) -> None:
+        self._calls = library.calls
+        self._handle = handle
+        self._lane = lane
+        self.max_frame_bytes = max_frame_bytes
+        self._spin_ns = spin_us * 1000
+        self._max_unread_bytes = 0  # as UCX's side has it
+
+        self._closing = threading.Lock()  # guards the two below: the handle may not go under a call that uses it
+        self._is_closed = False
+        self._is_busy = False
+        self._late: _Held | None = None  # what UCX did not let go of
+
+        self._memory = bytearray(_FIRST_MEMORY_BYTES)
+        self._address = _address_of(self._memory)
+        self._length = ctypes.c_size_t()
+        self._begun: memoryview | None = None  # a frame that `recv_head` has shown
+        self._limit_unread()
+
+    def __repr__(self) -> str:
+        return f"<UcxChannel {self._lane}{' closed' if self._is_closed else ''}>"
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_closed", True):
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=1)
+
+    def __enter__(self) -> UcxChannel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def lane(self) -> str:
+        return self._lane
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        self._begin()
+        held = None
+        try:
+            held = self._hold(pieces)
+            status = self._calls.ucxchannel_send(self._handle, held.pieces, len(pieces), _at_ns(deadline))
+            if status:
+                self._failed_to_send(status, held)
+        finally:
+            self._end(held)
+
+    def recv(self, deadline: Deadline) -> memoryview:
+        self._begin()
+        try:
+            if self._begun is not None:
+                frame, self._begun = self._begun, None
+                return frame
+            self._make_room()
+            return self._taken(self._receive(deadline), deadline)
+        finally:
+            self._end()
+
+    def recv_head(self, head_bytes: int, deadline: Deadline) -> tuple[memoryview, int]:
+        """As `Channel.recv_head`; UCX hands frames out whole."""
+        if self._begun is None:
+            self._begun = self.recv(deadline)
+        return self._begun, len(self._begun)
+
+    def exchange(self, pieces: Sequence[Piece], deadline: Deadline) -> memoryview:
+        """`send`, then `recv`, in one call without the GIL. Raises as they do."""
+        self._begin()
+        held = None
+        try:
+            held = self._hold(pieces)
+            self._make_room()
+            is_sent = ctypes.c_int()
+            status = self._calls.ucxchannel_exchange(
+                self._handle,
+                held.pieces,
+                len(pieces),
+                self._address,
+                min(len(self._memory), self.max_frame_bytes),
+                self._spin_ns,
+                _at_ns(deadline),
+                ctypes.byref(is_sent),
+                ctypes.byref(self._length),
+            )
+            if not is_sent.value:
+                self._failed_to_send(status, held)
+            return self._taken(status, deadline)
+        finally:
+            self._end(held)
+
+    def close(self) -> None:
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if self._is_busy:
+                # Wakes the thread inside; it retires the handle on its way out.
+                self._calls.ucxchannel_wake(self._handle)
+                return
+        self._retire()
+
+    def _begin(self) -> None:
+        with self._closing:
+            if self._is_closed:
+                raise TransportError(f"{self._lane}: closed")
+            self._is_busy = True
+
+    def _end(self, held: _Held | None = None) -> None:
+        if held is not None and held is not self._late:
+            held.release()
+        with self._closing:
+            self._is_busy = False
+            if not self._is_closed:
+                return
+        self._retire()
+
+    def _retire(self) -> None:
+        """Close in the background: it may wait for the peer, and whoever closes has no time for that."""
+        calls, handle, late = self._calls, self._handle, self._late
+        self._late = None
+
+        def retire() -> None:
+            calls.ucxchannel_close(handle, time.monotonic_ns() + LINGER_NS)
+            calls.ucxchannel_destroy(handle)
+            if late is not None:
+                late.release()
+
+        try:
+            # No daemon: a process that ends meanwhile waits for it, and so what was sent last arrives.
+            threading.Thread(target=retire, name="farspark-ucx-close").start()
+        except RuntimeError:
+            retire()  # the interpreter is ending and starts no thread any more
+
+    def _hold(self, pieces: Sequence[Piece]) -> _Held:
+        self._limit_unread()
+        return _Held(pieces)
+
+    def _limit_unread(self) -> None:
+        """Where it changed. Only while it sends does this side receive what nobody has asked for yet."""
+        allowed = self.max_frame_bytes + _UNREAD_SLACK_BYTES
+        if allowed != self._max_unread_bytes:
+            self._max_unread_bytes = allowed
+            self._calls.ucxchannel_set_max_unread(self._handle, allowed)
+
+    def _failed_to_send(self, status: int, held: _Held) -> NoReturn:
+        if status == _Status.HELD:
+            self._late = held
+        if status in (_Status.ABANDONED, _Status.HELD):
+            self._mark_closed()
+            raise TimeoutError(
+                f"{self._lane}: deadline passed while sending a frame; closed, because a part of the frame may be sent"
+            )
+        self._fail(status)
+
+    def _receive(self, deadline: Deadline) -> int:
+        return int(
+            self._calls.ucxchannel_receive(
+                self._handle,
+                self._address,
+                min(len(self._memory), self.max_frame_bytes),
+                self._spin_ns,
+                _at_ns(deadline),
+                ctypes.byref(self._length),
+            )
+        )
+
+    def _taken(self, status: int, deadline: Deadline) -> memoryview:
+        """The frame that a call with this outcome has received, or receives at last."""
+        while status == _Status.INTERRUPTED:
+            # Python has run its signal handlers meanwhile, which may raise.
+            status = self._receive(deadline)
+        if status == _Status.TOO_LARGE:
+            length = self._length.value
+            if length > self.max_frame_bytes:
+                self._mark_closed()
+                raise ProtocolError(f"{self._lane}: frame of {length} bytes announced, at most {self.max_frame_bytes}")
+            self._use(bytearray(length))
+            status = self._receive(deadline)
+        if status == _Status.TIMED_OUT:
+            raise TimeoutError(f"{self._lane}: deadline passed while waiting for a frame")
+        if status:
+            self._fail(status)
+        return memoryview(self._memory)[: self._length.value]
+
+    def _make_room(self) -> None:
+        """Receive into the same memory if nobody looks at a frame in it any more, else into other memory."""
+        if len(self._memory) > _MAX_KEPT_BYTES:
+            self._use(bytearray(_FIRST_MEMORY_BYTES))
+            return
+        try:
+            # A bytearray refuses to change its length as long as a view of it lives anywhere.
+            self._memory.append(0)
+            self._memory.pop()
+        except BufferError:
+            self._use(bytearray(len(self._memory)))
+        else:
+            self._address = _address_of(self._memory)
+
+    def _use(self, memory: bytearray) -> None:
+        self._memory = memory
+        self._address = _address_of(memory)
+
+    def _fail(self, status: int) -> NoReturn:
+        closed_here = self._is_closed
+        why = _said(self._calls)
+        self._mark_closed()
+        if status == _Status.FOREIGN:
+            raise ProtocolError(f"{self._lane}: {why}")
+        raise TransportError(f"{self._lane}: {'closed' if closed_here else why}")
+
+    def _mark_closed(self) -> None:
+        """As `close`, by the thread inside."""
+        with self._closing:
+            self._is_closed = True
+
+
+class UcxListener:
+    """A `Listener` over one UCX listener. Connections are established on a thread of its own, all at once, so that a client
+    that is slow, or an owner that is not here to accept, keeps nobody waiting.
+    """
+
+    def __init__(
+        self, library: UcxLibrary, handle: ctypes.c_void_p, endpoint: Endpoint, lanes: str, *, max_frame_bytes: int
+    ) -> None:
+        self._library = library
+        self._handle = handle
+        self._asked = endpoint
+        self._lanes = lanes
+        self._max_frame_bytes = max_frame_bytes
+        address = Address()
+        _check(library, library.calls.ucxchannel_listener_address(handle, ctypes.byref(address)), endpoint)
+        self._endpoint = str(Endpoint(endpoint.scheme, _host_of(address), address.port))
+        self._changed = threading.Condition()  # guards the three below
+        self._waiting: deque[UcxChannel] = deque()
+        self._is_closed = False
+        self._why_ended = ""
+        self._thread = threading.Thread(target=self._establish, name="farspark-ucx-listener", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<UcxListener {self._endpoint}{' closed' if self._is_closed else ''}>"
+
+    def __enter__(self) -> UcxListener:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    @property
+    def lanes(self) -> str:
+        return self._lanes
+
+    def accept(self, deadline: Deadline) -> UcxChannel:
+        with self._changed:
+            while True:
+                if self._is_closed or self._why_ended:
+                    raise TransportError(f"{self._endpoint}: {self._why_ended or 'closed'}")
+                if self._waiting:
+                    return self._waiting.popleft()
+                if deadline.has_passed():
+                    raise TimeoutError(f"{self._endpoint}: deadline passed while waiting for a connection")
+                left_s = deadline.left_s()
+                self._changed.wait(None if left_s == math.inf else left_s)
+
+    def close(self) -> None:
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            waiting, self._waiting = self._waiting, deque()
+            self._changed.notify_all()
+            if not self._why_ended:
+                self._library.calls.ucxchannel_listener_wake(self._handle)
+        for channel in waiting:
+            channel.close()
+        # The port is free once this returns. A UCX that is stuck may not take its owner with it.
+        self._thread.join(CLOSE_WITHIN_S)
+
+    # The listener's own thread from here on.
+
+    def _establish(self) -> None:
+        calls = self._library.calls
+        while True:
+            handle = ctypes.c_void_p()
+            status = calls.ucxchannel_accept(self._handle, ESTABLISH_NS, NEVER, ctypes.byref(handle))
+            if status:
+                break
+            self._hand_over(handle)
+        with self._changed:
+            if not self._is_closed:
+                self._why_ended = _said(calls)
+            self._changed.notify_all()
+        calls.ucxchannel_listener_destroy(self._handle)
+
+    def _hand_over(self, handle: ctypes.c_void_p) -> None:
+        spin_us = DEFAULT_LISTEN_SPIN_US if self._asked.spin_us is None else self._asked.spin_us
+        try:
+            lane, _ = _lane_of(self._library, handle)
+        except TransportError:
+            self._library.calls.ucxchannel_destroy(handle)  # gone again
+            return
+        channel = UcxChannel(self._library, handle, lane, max_frame_bytes=self._max_frame_bytes, spin_us=spin_us)
+        with self._changed:
+            if not self._is_closed and len(self._waiting) < _BACKLOG:
+                self._waiting.append(channel)
+                self._changed.notify()
+                return
+        channel.close()
+
+
+def connect(endpoint: Endpoint, deadline: Deadline, *, max_frame_bytes: int) -> UcxChannel:
+    """Try every address of the host in turn. As `farspark.transport.connect`."""
+    if not endpoint.port:
+        raise ConfigError(f"endpoint {endpoint}: port 0 is for listening; connect to the port that the worker printed")
+    library = _library(endpoint)
+    addresses = resolve(endpoint, deadline)
+    failures = []
+    for tried, (family, address) in enumerate(addresses):
+        # An address that swallows packets may not use up the time of those behind it.
+        share = deadline.left_s() / (len(addresses) - tried)
+        own = deadline if tried == len(addresses) - 1 else Deadline(deadline.clock() + share, deadline.clock)
+        context = _open_context(library, endpoint, family)
+        try:
+            return _connect_one(library, context, endpoint, address, own, max_frame_bytes)
+        except TimeoutError:
+            failures.append(f"{show(address)}: no answer in time")
+            if deadline.has_passed():
+                raise TimeoutError(f"endpoint {endpoint}: {'; '.join(failures)}") from None
+        except TransportError as error:
+            failures.append(f"{show(address)}: {error}")
+        finally:
+            library.calls.ucxchannel_context_release(context)
+    raise TransportError(f"endpoint {endpoint}: {'; '.join(failures)}")
+
+
+def _connect_one(
+    library: UcxLibrary,
+    context: ctypes.c_void_p,
+    endpoint: Endpoint,
+    address: SocketAddress,
+    deadline: Deadline,
+    max_frame_bytes: int,
+) -> UcxChannel:
+    handle = ctypes.c_void_p()
+    status = library.calls.ucxchannel_connect(
+        context,
+        ctypes.byref(_numeric(address)),
+        ctypes.byref(_own_address(endpoint)) if endpoint.bind else None,
+        _at_ns(deadline),
+        ctypes.byref(handle),
+    )
+    if status == _Status.TIMED_OUT:
+        raise TimeoutError("no answer in time")
+    if status == _Status.REFUSED:
+        raise TransportError(
+            f"connection refused: nothing listens there, or a UCX that {library.version} does not understand "
+            f"({_said(library.calls)})"
+        )
+    if status == _Status.UNREACHABLE:
+        raise TransportError(
+            f"no {_wanted(endpoint)} lane to it, or a UCX that {library.version} does not understand: "
+            f"{_said(library.calls)}{_hint(library, endpoint)}"
+        )
+    if status == _Status.FOREIGN:
+        raise ProtocolError(f"{show(address)}: {_said(library.calls)}; is it a Farspark worker of this version?")
+    _check(library, status, endpoint)
+    try:
+        lane, transports = _lane_of(library, handle)
+        if not all(_is_wanted(endpoint, transport) for transport in transports):
+            raise ConfigError(f"endpoint {endpoint}: {_wanted(endpoint)} is pinned, and UCX uses {lane}")
+    except BaseException:
+        library.calls.ucxchannel_destroy(handle)
+        raise
+    spin_us = DEFAULT_CONNECT_SPIN_US if endpoint.spin_us is None else endpoint.spin_us
+    return UcxChannel(library, handle, lane, max_frame_bytes=max_frame_bytes, spin_us=spin_us)
+
+
+def listen(endpoint: Endpoint, *, max_frame_bytes: int) -> UcxListener:
+    """Listen on the first address of the host that can be bound. As `farspark.transport.listen`."""
+    if endpoint.bind:
+        raise ConfigError(f"endpoint {endpoint}: bind= is for connecting; listening binds to its host already")
+    library = _library(endpoint)
+    try:
+        addresses = resolve(endpoint, Deadline.never())
+    except TransportError as error:
+        raise ConfigError(str(error)) from error
+    failures = []
+    for family, address in addresses:
+        context, handle = _open_context(library, endpoint, family), ctypes.c_void_p()
+        try:
+            status = library.calls.ucxchannel_listen(context, ctypes.byref(_numeric(address)), ctypes.byref(handle))
+            if not status:
+                found = _RESOURCE.findall(_described(library.calls.ucxchannel_context_describe, context))
+                return UcxListener(library, handle, endpoint, f"ucx {' '.join(found)}", max_frame_bytes=max_frame_bytes)
+            failures.append(f"{show(address)}: {_why_not_bound(family, address, _said(library.calls))}")
+        finally:
+            library.calls.ucxchannel_context_release(context)
+    raise ConfigError(f"endpoint {endpoint}: cannot listen: {'; '.join(failures)}")
+
+
+def _library(endpoint: Endpoint) -> UcxLibrary:
+    try:
+        return load_ucx(endpoint.ucx_dir)
+    except NativeUnavailable as error:
+        raise ConfigError(f"endpoint {endpoint}: {error}") from error
+
+
+def _open_context(library: UcxLibrary, endpoint: Endpoint, family: int) -> ctypes.c_void_p:
+    """Raises ConfigError, which says what is missing where the lane is not to be had."""
+    if family == socket.AF_INET6 and library.release < _FIRST_WITH_TCP_OVER_IPV6 and endpoint.scheme != "o1rdma":
+        raise ConfigError(
+            f"endpoint {endpoint}: the TCP of {library} damages memory over IPv6; use UCX 1.14 or later (?ucx_dir=), an IPv4 "
+            f"address, tcp://{endpoint.address}, or o1rdma://{endpoint.address}"
+        )
+    chosen = _settings(endpoint, family)
+    texts = [text.encode() for pair in chosen for text in pair]
+    settings = (ctypes.c_char_p * (len(texts) + 1))(*texts, None)
+    context = ctypes.c_void_p()
+    status = library.calls.ucxchannel_context_create(settings, ctypes.byref(context))
+    if status:
+        raise ConfigError(
+            f"endpoint {endpoint}: {_wanted(endpoint)} is not to be had with {library}: "
+            f"{_said(library.calls)}{_hint(library, endpoint)}"
+        )
+    return context
+
+
+def _settings(endpoint: Endpoint, family: int) -> list[tuple[str, str]]:
+    is_pinned = endpoint.scheme != "ucx"
+    # Of a device that has addresses of both families UCX's TCP takes the first of this list, whatever the connection is of.
+    order = "inet6,inet" if family == socket.AF_INET6 else "inet,inet6"
+    chosen = [("?TCP_AF_PRIO", order), ("?AF_PRIO", order)]
+    if endpoint.scheme == "o1tcp":
+        # Also to connect by: UCX 1.13 never lets go of a client that came by RDMA's way and finds no RDMA here.
+        chosen.append(("SOCKADDR_TLS_PRIORITY", "tcp"))
+    if is_pinned or "UCX_TLS" not in os.environ:
+        chosen.append(("TLS", TRANSPORTS[endpoint.scheme]))
+    for name, value in SETTINGS:
+        if f"UCX_{name}" in os.environ:
+            continue
+        chosen.append((f"?{name}", value))
+        for prefix in _PREFIXES:
+            if name.startswith(prefix):
+                chosen.append((f"?{name.removeprefix(prefix)}", value))
+    return chosen
+
+
+def _wanted(endpoint: Endpoint) -> str:
+    return {"ucx": "RDMA or TCP", "o1rdma": "RDMA (rc)", "o1tcp": "TCP"}[endpoint.scheme]
+
+
+def _is_wanted(endpoint: Endpoint, transport: str) -> bool:
+    if endpoint.scheme == "o1rdma":
+        return transport.startswith("rc_")
+    return endpoint.scheme != "o1tcp" or transport == "tcp"
+
+
+def _hint(library: UcxLibrary, endpoint: Endpoint) -> str:
+    """What is missing for RDMA on this machine, as far as one can see."""
+    if endpoint.scheme != "o1rdma":
+        return ""
+    hints = []
+    if not library.has_verbs:
+        hints.append("this UCX was built without verbs; install libucx0, or name one that has them (?ucx_dir=)")
+    devices = Path("/sys/class/infiniband")
+    if not devices.is_dir() or not any(devices.iterdir()):
+        hints.append("this machine has no RDMA device (none in /sys/class/infiniband)")
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked != resource.RLIM_INFINITY and locked < _LITTLE_MEMLOCK_BYTES:
+        hints.append(f"this process may lock {locked // 1024} KiB of memory only; raise it (ulimit -l unlimited)")
+    if not hints:
+        hints.append("does the address belong to an RDMA device, at both ends?")
+    return "; " + "; ".join(hints)
+
+
+def _lane_of(library: UcxLibrary, handle: ctypes.c_void_p) -> tuple[str, list[str]]:
+    """What frames travel over, as UCX describes the endpoint: a line for people, and the transports in it."""
+    ours, theirs = Address(), Address()
+    if library.calls.ucxchannel_addresses(handle, ctypes.byref(ours), ctypes.byref(theirs)):
+        raise TransportError(_said(library.calls))
+    text = _described(library.calls.ucxchannel_describe, handle)
+    # A lane that is no use for active messages (remote memory access only) carries none of ours.
+    lanes = [(transport, device) for transport, device, uses in _LANE.findall(text) if re.search(r"\bam\b", uses)]
+    if not lanes:
+        raise TransportError(f"UCX says of no lane that frames travel over it: {text!r}")
+    names = " ".join(f"{transport}/{device}" for transport, device in lanes)
+    return f"ucx {names} {_shown(ours)} -> {_shown(theirs)}", [transport for transport, _ in lanes]
+
+
+def _described(describe: Callable[..., int], handle: ctypes.c_void_p) -> str:
+    text = ctypes.create_string_buffer(_TEXT_BYTES)
+    return text.value.decode(errors="replace") if describe(handle, text, _TEXT_BYTES) == _Status.OK else ""
+
+
+def _check(library: UcxLibrary, status: int, endpoint: Endpoint) -> None:
+    if status:
+        raise TransportError(_said(library.calls) or f"{endpoint}: status {status}")
+
+
+def _said(calls: ctypes.CDLL) -> str:
+    """Of this thread's last call that failed."""
+    return str(calls.ucxchannel_error().decode(errors="replace"))
+
+
+def _numeric(address: SocketAddress) -> Address:
+    host, port, *more = address
+    return Address(str(host).partition("%")[0].encode(), more[1] if len(more) > 1 else 0, port)
+
+
+def _own_address(endpoint: Endpoint) -> Address:
+    """`bind` as an address. Raises ConfigError where it is none of this machine's."""
+    try:
+        ((family, _, _, _, address),) = socket.getaddrinfo(
+            endpoint.bind, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[:1]
+    except OSError as error:
+        raise ConfigError(f"endpoint {endpoint}: bind={endpoint.bind}: {error.strerror}") from error
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise ConfigError(
+                f"endpoint {endpoint}: cannot bind to {endpoint.bind}: {error.strerror}; is it an address of this machine?"
+            ) from error
+    return _numeric(address)
+
+
+def _why_not_bound(family: int, address: SocketAddress, said: str) -> str:
+    """UCX says little of why it cannot listen; a socket says more."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            return reason(error)
+    return said
+
+
+def _host_of(address: Address) -> str:
+    host = address.host.decode()
+    if not address.scope:
+        return host
+    try:
+        return f"{host}%{socket.if_indextoname(address.scope)}"
+    except OSError:
+        return f"{host}%{address.scope}"
+
+
+def _shown(address: Address) -> str:
+    host = _host_of(address)
+    return f"[{host}]:{address.port}" if ":" in host else f"{host}:{address.port}"
+
+
+def _at_ns(deadline: Deadline) -> int:
+    left_s = deadline.left_s()
+    return NEVER if left_s == math.inf else time.monotonic_ns() + int(left_s * 1e9)
+
+
+def _address_of(memory: bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

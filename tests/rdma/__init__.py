@@ -1,0 +1,1 @@
+"""RDMA without a card: a virtual machine with a Soft-RoCE device, and what runs inside it."""
