@@ -1,0 +1,132 @@
+"""Any payload into every decoder: a value that encodes again, to bytes that mean the same, or ProtocolError.
+
+The first byte chooses the decoder, the rest is the payload.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+from farspark.errors import ProtocolError
+from farspark.wire import codec, layout
+from farspark.wire.messages import Header, Step
+from fuzz.driver import reproduce
+
+ROW_BYTES: Final = 16
+
+
+class Form:
+    """One message: how it is decoded and encoded again, and whether its texts may change on the way (bytes that are no
+    UTF-8 become U+FFFD)."""
+
+    def __init__(
+        self, decode: Callable[[memoryview], Any], encode: Callable[[Any], bytes], *, has_text: bool = False
+    ) -> None:
+        self.decode = decode
+        self.encode = encode
+        self.has_text = has_text
+
+    def run(self, payload: bytes) -> None:
+        try:
+            value = self.decode(memoryview(payload))
+        except ProtocolError:
+            return
+        try:
+            encoded = self.encode(value)
+        except ValueError:
+            assert self.has_text, "decoded what cannot be encoded"
+            assert not _is_utf8(payload), "decoded a text that is too long"
+            return
+        # What a peer of ours ignores (unknown flags, reserved fields, bytes that are no UTF-8) need not come back as it was.
+        assert self.has_text or len(encoded) == len(payload)
+        again = self.decode(memoryview(encoded))
+        assert self.encode(again) == encoded
+        assert _plain(again) == _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Views and NaN compare by their bytes."""
+    if isinstance(value, memoryview):
+        return value.tobytes()
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _is_utf8(payload: bytes) -> bool:
+    try:
+        payload.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _decode_frame(frame: memoryview) -> tuple[Header, memoryview]:
+    """Both ways to read a header agree."""
+    peeked = codec.peek_step(frame, int.from_bytes(frame[8:16], "little"))
+    try:
+        header, payload = codec.decode_frame(frame)
+    except ProtocolError:
+        assert peeked is None, "peeked at what is no frame"
+        raise
+    is_step = (header.operation, header.version, header.is_reply) == (layout.Operation.STEP, layout.VERSION, False)
+    if peeked is None:
+        assert not is_step or len(payload) < layout.STEP.size or frame[7], "a STEP that cannot be peeked at"
+    else:
+        _, n_requests, _, _ = layout.STEP.unpack_from(payload)
+        assert is_step
+        assert peeked == (header, layout.HEADER.size + layout.STEP.size + n_requests * layout.ENTRY.size)
+    return header, payload
+
+
+def _encode_frame(parts: tuple[Header, memoryview]) -> bytes:
+    header, payload = parts
+    assert header.payload_bytes == len(payload)
+    return codec.encode_frame(header, bytes(payload))
+
+
+def _decode_step(payload: memoryview) -> Step:
+    step = codec.decode_step(payload, ROW_BYTES)
+    assert layout.STEP.size + len(step.entries) * layout.ENTRY.size + len(step.rows) == len(payload)
+    return step
+
+
+def _encode_step(step: Step) -> bytes:
+    head = codec.encode_step_head(1, 2, step.step_id, step.entries, len(step.rows), step.flags)
+    return head[layout.HEADER.size :] + bytes(step.rows)
+
+
+def _refusals(payload: memoryview) -> str:
+    for operation in (layout.Operation.HELLO, layout.Operation.STEP, 255):
+        assert len(codec.decode_refusal(operation, payload)) <= max(layout.MAX_MESSAGE_BYTES, len(payload))
+    return codec.decode_message(payload)
+
+
+FORMS: Final = (
+    Form(_decode_frame, _encode_frame),
+    Form(_decode_step, _encode_step),
+    Form(codec.decode_step_reply, codec.encode_step_reply),
+    Form(codec.decode_hello, codec.encode_hello, has_text=True),
+    Form(codec.decode_welcome, codec.encode_welcome, has_text=True),
+    Form(codec.decode_judge, codec.encode_judge),
+    Form(codec.decode_judgement, codec.encode_judgement),
+    Form(codec.decode_free, codec.encode_free),
+    Form(codec.decode_challenge, codec.encode_challenge),
+    Form(
+        codec.decode_challenge_reply,
+        lambda value: codec.encode_challenge_reply(value[0], demands_proof=value[1]),
+    ),
+    Form(codec.decode_proof, codec.encode_proof),
+    Form(_refusals, codec.encode_message, has_text=True),
+)
+
+
+def run(data: bytes) -> None:
+    if data:
+        FORMS[data[0] % len(FORMS)].run(data[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(reproduce(run))
