@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.fakes.tiny_checkpoint import TINY, write_tiny
+from tests.fakes.tiny_checkpoint import TINY, write_gemma4, write_tiny
 
 from farspark.cli.main import main
 from farspark.clock import Deadline
@@ -23,6 +23,9 @@ from farspark.transport import Channel, connect
 from farspark.wire import codec
 from farspark.wire.layout import Dtype, EntryFlag, FrameStatus, Operation, RequestStatus
 from farspark.wire.messages import Entry, Header, Hello, Welcome
+from farspark.worker.batch import DraftBatch, DraftEntry
+from farspark.worker.drafter import open_drafter
+from farspark.worker.models.families import ModelOptions
 
 
 def command(*arguments: object) -> list[str]:
@@ -123,6 +126,43 @@ def test_a_ready_file_of_a_worker_that_died_goes_before_anything_is_loaded(tmp_p
     assert not ready.exists()
 
 
+def test_follow_decides_whose_reading_of_the_checkpoint_is_served(tmp_path: Path) -> None:
+    """The process drafts what the drafter drafts that was opened with the same reading, and not what the other one does."""
+    checkpoint, ready = write_gemma4(tmp_path / "drafter", final_logit_softcapping=1.0), tmp_path / "ready"
+    rows = b"".join(bytes((index % 251, 0x3F)) for index in range(2 * 96))
+    expected = {}
+    for follow in ("vllm", "training"):
+        drafter = open_drafter(checkpoint, dtype="float32", slots=2, context=16, options=ModelOptions(follow=follow))
+        drafted = drafter.draft(DraftBatch([DraftEntry(0, True, 0, 2, 0, 5, True, 5)], memoryview(rows)))
+        expected[follow] = list(drafted.tokens)
+    assert expected["vllm"] != expected["training"]
+    with running(checkpoint, ready, "--follow", "training", "--dtype", "float32"):
+        deadline = Deadline.after(30)
+        with contextlib.closing(connect(ready.read_text().strip(), deadline)) as channel:
+            info = drafter.info
+            hello = Hello(
+                engine="test",
+                identity=info.identity,
+                markov_identity=info.markov_identity,
+                row_bytes=info.row_bytes,
+                taps=info.taps,
+                hidden_size=info.hidden_size,
+                dtype=Dtype.BF16,
+                ring=16,
+                context=16,
+                num_drafts=5,
+                slots=2,
+                vocab_size=info.vocab_size,
+            )
+            assert say_hello(channel, hello)[0] == FrameStatus.OK
+            entry = Entry(0, 1, 0, 2, 5, 2, EntryFlag.NEED_DRAFT | EntryFlag.NEW_GEN)
+            channel.send([codec.encode_step_head(1, 2, 9, [entry], len(rows)), rows], deadline)
+            _, payload = codec.decode_frame(channel.recv(deadline))
+            reply = codec.decode_step_reply(payload)
+            assert [one.status for one in reply.entries] == [RequestStatus.OK]
+            assert reply.tokens.tolist() == expected["training"]
+
+
 def test_ctrl_c_stops_a_worker_that_nobody_uses(tmp_path: Path) -> None:
     with running(write_tiny(tmp_path / "drafter"), tmp_path / "ready") as process:
         process.send_signal(signal.SIGINT)
@@ -138,8 +178,13 @@ def test_ctrl_c_stops_a_worker_that_nobody_uses(tmp_path: Path) -> None:
         (["--slots", "0"], "--slots 0: expected 1 to 4096"),
         (["--listen", "tcp://0.0.0.0:0"], "--allow-unauthenticated-network"),
         (["--listen", "nonsense"], "endpoint 'nonsense': it has no scheme"),
-        (["--listen", "ucx://127.0.0.1:1"], "no UCX transport"),
+        (["--listen", "ucx://127.0.0.1:1?ucx_dir=/no/such"], "no UCX in /no/such"),
         (["--device", "tpu"], "--device 'tpu': expected cpu"),
+        (["--spin-us", "-1"], "--spin-us -1: expected microseconds, 0 to 1000000"),
+        (
+            ["--spin-us", "5", "--listen", "tcp://127.0.0.1:0?spin_us=6"],
+            "--spin-us 5 contradicts ?spin_us=6 of --listen; give only one of them",
+        ),
         (["--ready-file", "/nowhere/at/all/ready"], "--ready-file /nowhere/at/all/ready: its folder does not exist"),
         ([], "checkpoint /no/checkpoint: not a folder"),
         (["--target", "/no/target"], "checkpoint /no/checkpoint: not a folder"),

@@ -1,4 +1,4 @@
-"""Tiny random drafter checkpoints in the published Qwen3 DSpark format, and a target that lends what one may lack."""
+"""Tiny random drafter checkpoints in the published formats of dense drafters, and a target that lends what one may lack."""
 
 from __future__ import annotations
 
@@ -40,10 +40,85 @@ TINY: dict[str, object] = {
     "confidence_head_with_markov": True,
 }
 
+# Keys of speculators' format that describe the transformer; they lie one level down.
+BACKBONE_KEYS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rms_norm_eps",
+    "attention_bias",
+    "hidden_act",
+    "max_position_embeddings",
+    "rope_parameters",
+    "layer_types",
+    "sliding_window",
+    "is_causal",
+)
+
+GEMMA4: dict[str, object] = {
+    **{key: value for key, value in TINY.items() if key not in ("hidden_act", "num_key_value_heads")},
+    "architectures": ["Gemma4DSparkModel"],
+    "model_type": "gemma4_text",
+    "target_model_type": "gemma4",
+    "target_text_model_type": "gemma4_text",
+    "sample_from_anchor": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    # Of the target's sliding layers; those of its global ones are the drafter's.
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "sliding_window": 16,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "final_logit_softcapping": 6.0,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+}
+
 
 def tiny_config(**changes: object) -> dict[str, object]:
     """TINY with `changes`; a value of None takes the key out."""
     return {key: value for key, value in {**TINY, **changes}.items() if value is not None}
+
+
+def gemma4_config(**changes: object) -> dict[str, object]:
+    """GEMMA4 with `changes`; a value of None takes the key out."""
+    return {key: value for key, value in {**GEMMA4, **changes}.items() if value is not None}
+
+
+def speculators_config(**changes: object) -> dict[str, object]:
+    """A drafter like TINY in speculators' format; `changes` are given flat, None takes a key out."""
+    flat = tiny_config(**{"sample_from_anchor": True, "num_target_layers": None, "target_layer_ids": None, **changes})
+    backbone = {key: flat.pop(key) for key in BACKBONE_KEYS if key in flat}
+    block, is_anchor_first = flat["block_size"], flat.get("sample_from_anchor")
+    assert isinstance(block, int)
+    return {
+        "speculators_model_type": "dspark",
+        "speculators_version": "0.9.0",
+        "aux_hidden_state_layer_ids": [2, 4, 5],
+        "draft_vocab_size": backbone["vocab_size"],
+        "sliding_window_non_causal": False,
+        "transformer_layer_config": backbone,
+        "speculators_config": {
+            "algorithm": "dspark",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": block if is_anchor_first else block - 1}
+            ],
+            "verifier": {"name_or_path": "tiny/target", "architectures": ["Qwen3ForCausalLM"]},
+        },
+        **flat,
+        "architectures": ["DSparkSpeculator"],
+    }
 
 
 def _size(config: Mapping[str, object], key: str) -> int:
@@ -53,9 +128,19 @@ def _size(config: Mapping[str, object], key: str) -> int:
 
 
 def tiny_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the published format, written from its description."""
-    hidden, inner, dim = (_size(config, key) for key in ("hidden_size", "intermediate_size", "head_dim"))
-    query, key = _size(config, "num_attention_heads") * dim, _size(config, "num_key_value_heads") * dim
+    """Every tensor of the published format, what a target may lend included, written from its description."""
+    backbone = config.get("transformer_layer_config")
+    if backbone is not None:
+        assert isinstance(backbone, dict)
+        flat = {key: value for key, value in config.items() if key != "transformer_layer_config"}
+        return tiny_shapes({**flat, **backbone, "target_layer_ids": config["aux_hidden_state_layer_ids"]})
+    is_gemma = config["architectures"] == ["Gemma4DSparkModel"]
+    hidden, inner = _size(config, "hidden_size"), _size(config, "intermediate_size")
+    dim = _size(config, "global_head_dim" if is_gemma else "head_dim")
+    kv_heads = _size(config, "num_key_value_heads")
+    if config.get("attention_k_eq_v"):
+        kv_heads = _size(config, "num_global_key_value_heads")
+    query, key = _size(config, "num_attention_heads") * dim, kv_heads * dim
     vocab, rank = _size(config, "vocab_size"), _size(config, "markov_rank")
     drafted = _size(config, "draft_vocab_size") or vocab
     layers = config["target_layer_ids"]
@@ -67,6 +152,8 @@ def tiny_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
+    if drafted < vocab:
+        shapes["d2t"] = (drafted,)
     for index in range(_size(config, "num_hidden_layers")):
         projections = {
             "self_attn.q_proj": (query, hidden),
@@ -74,6 +161,8 @@ def tiny_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
             "self_attn.v_proj": (key, hidden),
             "self_attn.o_proj": (hidden, query),
         }
+        if config.get("attention_k_eq_v"):
+            del projections["self_attn.v_proj"]
         for name, shape in projections.items():
             shapes[f"layers.{index}.{name}.weight"] = shape
             if config.get("attention_bias"):
@@ -87,9 +176,19 @@ def tiny_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
             f"layers.{index}.mlp.up_proj.weight": (inner, hidden),
             f"layers.{index}.mlp.down_proj.weight": (hidden, inner),
         }
+        if is_gemma:
+            shapes[f"layers.{index}.pre_feedforward_layernorm.weight"] = (hidden,)
+            shapes[f"layers.{index}.post_feedforward_layernorm.weight"] = (hidden,)
+            shapes[f"layers.{index}.layer_scalar"] = (1,)
     if rank:
         shapes["markov_head.markov_w1.weight"] = (vocab, rank)
         shapes["markov_head.markov_w2.weight"] = (drafted, rank)
+    if rank and config.get("markov_head_type") == "gated":
+        shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
+        shapes["markov_head.gate_proj.bias"] = (rank,)
+    if rank and config.get("markov_head_type") == "rnn":
+        shapes["markov_head.joint_proj.weight"] = (3 * rank, 2 * rank + hidden)
+        shapes["markov_head.joint_proj.bias"] = (3 * rank,)
     if config.get("enable_confidence_head"):
         width = hidden + (rank if config.get("confidence_head_with_markov") else 0)
         shapes["confidence_head.proj.weight"] = (1, width)
@@ -102,15 +201,23 @@ def tiny_tensors(config: Mapping[str, object], seed: int = 0, dtype: torch.dtype
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in tiny_shapes(config).items():
+        if name == "d2t":
+            tensors[name] = shuffled_offsets(shape[0], tiny_shapes(config)["embed_tokens.weight"][0], generator)
+            continue
         values = torch.randn(shape, generator=generator)
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "layer_scalar")):
             values = 1 + 0.2 * values
         elif name.endswith(".bias"):
             values = 0.3 * values
-        elif "embed" not in name and "markov" not in name:
+        elif "embed" not in name and "markov_w" not in name:
             values = values * 1.5 / shape[-1] ** 0.5
         tensors[name] = values.to(dtype)
     return tensors
+
+
+def shuffled_offsets(drafted: int, vocab: int, generator: torch.Generator) -> Tensor:
+    """int64 [drafted]: what is added to a row of the head for the target's id; ids in no order, none twice."""
+    return torch.randperm(vocab, generator=generator)[:drafted] - torch.arange(drafted)
 
 
 def write_checkpoint(
@@ -139,6 +246,26 @@ def write_tiny(folder: Path, seed: int = 0, shards: int = 1, **changes: Any) -> 
     """A tiny random drafter."""
     config = tiny_config(**changes)
     return write_checkpoint(folder, config, tiny_tensors(config, seed), shards)
+
+
+def write_gemma4(folder: Path, seed: int = 0, shards: int = 1, **changes: Any) -> Path:
+    config = gemma4_config(**changes)
+    return write_checkpoint(folder, config, tiny_tensors(config, seed), shards)
+
+
+def write_speculators(folder: Path, seed: int = 0, shards: int = 1, **changes: Any) -> Path:
+    """As the library saves one: without what the target lends, with what only training needed."""
+    config = speculators_config(**changes)
+    tensors = tiny_tensors(config, seed)
+    del tensors["embed_tokens.weight"]
+    if "d2t" in tensors:
+        ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+        backbone = config["transformer_layer_config"]
+        assert isinstance(backbone, dict)
+        tensors["t2d"] = torch.isin(torch.arange(backbone["vocab_size"]), ids)
+    else:
+        del tensors["lm_head.weight"]
+    return write_checkpoint(folder, config, tensors, shards)
 
 
 def write_target(

@@ -33,6 +33,7 @@ def test_the_defaults_are_sound_and_listen_on_loopback() -> None:
         ({"device": "gpu"}, "--device 'gpu': expected cpu, cuda or cuda:0"),
         ({"device": "cuda:"}, "--device 'cuda:'"),
         ({"dtype": "float16"}, "--dtype 'float16': expected bfloat16 or float32"),
+        ({"follow": "deepspec"}, "--follow 'deepspec': expected vllm or training"),
         ({"name": ""}, "--name ''"),
         ({"name": "n" * 257}, "expected 1 to 256 bytes"),
     ],

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from farspark.errors import ConfigError
 from farspark.worker.context import ContextShape, ContextStore, free_bytes, host_free_bytes
+from farspark.worker.models.base import Arithmetic
 
 CPU = torch.device("cpu")
 BLOCK = 3
@@ -19,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_store(slots: int = 2, context: int = 8, layers: int = 1, kv_heads: int = 1, dim: int = 2) -> ContextStore:
-    store = ContextStore(ContextShape(layers, kv_heads, dim, slots, context, BLOCK, torch.float32), CPU)
-    store.kv[:, : store.zero_row] = float("nan")
-    store.kv[:, store.zero_row + 1 :] = float("nan")
+    store = ContextStore(ContextShape(layers, (2, kv_heads, dim), slots, context, BLOCK, torch.float32), CPU)
+    store.entries[:, : store.zero_row] = float("nan")
+    store.entries[:, store.zero_row + 1 :] = float("nan")
     return store
 
 
@@ -30,8 +31,8 @@ def append(store: ContextStore, slot: int, first: int, count: int) -> None:
     kept = min(count, store.shape.context)
     positions = torch.arange(first + count - kept, first + count, dtype=torch.float32)
     shape = store.shape
-    key_value = positions.view(1, -1, 1, 1, 1).expand(shape.layers, -1, 2, shape.kv_heads, shape.head_dim)
-    store.write(torch.from_numpy(store.destinations(slot, first + count - kept, kept)), key_value)
+    entries = positions.view(1, -1, 1, 1, 1).expand(shape.layers, -1, *shape.entry)
+    store.write(torch.from_numpy(store.destinations(slot, first + count - kept, kept)), entries)
 
 
 def ints(*values: int) -> Tensor:
@@ -41,8 +42,8 @@ def ints(*values: int) -> Tensor:
 def seen(store: ContextStore, slot: int, anchor: int, visible_from: int, visible: int | None = None) -> list[int]:
     """The positions that a block at `anchor` would attend to, read back from the store."""
     view = store.view(ints(slot), ints(anchor), ints(visible_from), visible or store.shape.context, BLOCK)
-    held = store.kv[0].index_select(0, view._rows)[:-BLOCK, 1, 0, 0]
-    is_visible = view._bias[0, 0, 0, :-BLOCK] == 0
+    held = store.entries[0].index_select(0, view._rows.flatten())[:-BLOCK, 1, 0, 0]
+    is_visible = view.bias[0, 0, 0, :-BLOCK] == 0
     assert not held.isnan().any(), "a position that was never written would be read"
     assert not held[~is_visible].any(), "what is not visible must be zeros"
     return [int(position) for position in held[is_visible]]
@@ -115,9 +116,10 @@ def test_attention_is_softmax_over_the_context_and_the_whole_block() -> None:
         store.write(torch.from_numpy(store.destinations(slot, 10, counts[slot])), key_value)
     # Entry 0 is slot 1 and entry 1 is slot 0: rows of a batch are not slots.
     view = store.view(ints(1, 0), ints(12, 15), ints(10, 10), 6, BLOCK)
+    arithmetic = Arithmetic(torch.float32, torch.float32)
     for layer in (0, 1):
         query, own = draw(2, BLOCK, 6, 4), draw(2, BLOCK, 2, 2, 4)
-        answer = view.attend(layer, query, own, 0.5).view(2, BLOCK, 6, 4)
+        answer = arithmetic.attend(view, layer, query, own, 0.5).view(2, BLOCK, 6, 4)
         for entry, slot in enumerate((1, 0)):
             keys = torch.cat((held[slot][layer, :, 0], own[entry, :, 0]))
             values = torch.cat((held[slot][layer, :, 1], own[entry, :, 1]))
@@ -129,23 +131,23 @@ def test_attention_is_softmax_over_the_context_and_the_whole_block() -> None:
 def test_the_block_in_flight_enters_no_slot() -> None:
     store = make_store()
     append(store, 0, 0, 8)
-    before = store.kv[:, :8].clone()
+    before = store.entries[:, :8].clone()
     view = store.view(ints(0), ints(8), ints(0), 8, BLOCK)
-    view.attend(0, torch.ones(1, BLOCK, 1, 2), torch.ones(1, BLOCK, 2, 1, 2), 1.0)
-    assert torch.equal(store.kv[:, :8], before)
-    assert store.kv[:, 8:16].isnan().all()
-    assert not store.kv[:, store.zero_row].any()
+    view.gather(0, torch.ones(1, BLOCK, 2, 1, 2))
+    assert torch.equal(store.entries[:, :8], before)
+    assert store.entries[:, 8:16].isnan().all()
+    assert not store.entries[:, store.zero_row].any()
 
 
 def test_memory_is_slots_times_context_and_little_else() -> None:
-    shape = ContextShape(layers=5, kv_heads=8, head_dim=128, slots=4, context=4096, block=7, dtype=torch.bfloat16)
+    shape = ContextShape(layers=5, entry=(2, 8, 128), slots=4, context=4096, block=7, dtype=torch.bfloat16)
     per_position = 20_480
     assert shape.byte_count == per_position * (4 * 4096 + 2 + 4 * 7)
-    assert make_store().kv.nbytes == make_store().shape.byte_count
+    assert make_store().entries.nbytes == make_store().shape.byte_count
 
 
 def test_GB10_MEM_too_large_a_store_is_refused_before_it_is_allocated() -> None:
-    shape = ContextShape(layers=5, kv_heads=8, head_dim=128, slots=1 << 20, context=4096, block=7, dtype=torch.bfloat16)
+    shape = ContextShape(layers=5, entry=(2, 8, 128), slots=1 << 20, context=4096, block=7, dtype=torch.bfloat16)
     with pytest.raises(ConfigError) as caught:
         ContextStore(shape, CPU)
     assert f"takes {shape.byte_count:,} bytes on cpu" in str(caught.value)

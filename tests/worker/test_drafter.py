@@ -18,23 +18,22 @@ from torch import Tensor
 from farspark.errors import ConfigError
 from farspark.worker.batch import DraftBatch, DraftEntry, Drafter, DraftResult
 from farspark.worker.checkpoint import load_checkpoint
-from farspark.worker.drafter import (
-    DSparkDrafter,
-    Shapes,
-    arithmetic_for,
-    assemble,
-    fitting,
-    open_device,
-    open_drafter,
-)
+from farspark.worker.device import DeviceWork, cpu_arithmetic, open_device
+from farspark.worker.drafter import DSparkDrafter, Shapes, assemble, fitting, open_drafter
+from farspark.worker.graphs import DirectCalls
 from farspark.worker.models.base import Arithmetic
 
 ROW = 96  # taps times hidden of the tiny checkpoint
 BLOCK = 5
 FLOAT32 = Arithmetic(torch.float32, torch.float32)
+CPU = torch.device("cpu")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def on_cpu(arithmetic: Arithmetic) -> DeviceWork:
+    return DeviceWork(arithmetic, DirectCalls(CPU), None)
 
 
 @pytest.fixture(scope="module")
@@ -438,8 +437,8 @@ def poisoned(folder: Path, **options: Any) -> DSparkDrafter:
     """Every entry that no row has written is NaN."""
     drafter = float32_drafter(folder, **options)
     assert isinstance(drafter, DSparkDrafter)
-    drafter._store.kv[:, : drafter._store.zero_row] = float("nan")
-    drafter._store.kv[:, drafter._store.zero_row + 1 :] = float("nan")
+    drafter._store.entries[:, : drafter._store.zero_row] = float("nan")
+    drafter._store.entries[:, drafter._store.zero_row + 1 :] = float("nan")
     return drafter
 
 
@@ -488,19 +487,18 @@ def test_RING_VALID_a_bad_row_is_forgotten_when_the_context_has_moved_past_it(fo
 def test_PAD_SLOT0_a_padded_batch_touches_no_slot_and_changes_no_draft(folder: Path, plain: PlainDSpark) -> None:
     shapes = Shapes(batches=(4, 8), contexts=(24,), rows=(16, 512), steps=(BLOCK,))
     drafter = assemble(
-        load_checkpoint(folder, place=lambda name, tensor: tensor.float()),
-        torch.device("cpu"),
-        FLOAT32,
+        load_checkpoint(folder, place=lambda name, tensor, as_stored: tensor.float()),
+        CPU,
+        on_cpu(FLOAT32),
         8,
         24,
-        None,
-        shapes,
+        shapes=shapes,
     )
     store = drafter._store
     idle = Request(0)
     more = make_rows(24, 8)
     send(drafter, [idle.entry(24, more, 7, draft=False)], [more])
-    before = store.kv[:, : store.zero_row].clone()
+    before = store.entries[:, : store.zero_row].clone()
     for count in (1, 3, 5):
         requests = [Request(slot) for slot in (3, 7, 1, 2, 6)[:count]]
         rows = [make_rows(2 + slot, slot) for slot in range(count)]
@@ -510,9 +508,9 @@ def test_PAD_SLOT0_a_padded_batch_touches_no_slot_and_changes_no_draft(folder: P
         unused = [slot for slot in range(8) if slot not in {request.slot for request in requests}]
         for slot in unused:
             part = slice(slot * 24, slot * 24 + 24)
-            assert torch.equal(store.kv[:, part], before[:, part])
-        before = store.kv[:, : store.zero_row].clone()
-    assert not store.kv[:, store.zero_row].any()
+            assert torch.equal(store.entries[:, part], before[:, part])
+        before = store.entries[:, : store.zero_row].clone()
+    assert not store.entries[:, store.zero_row].any()
 
 
 def test_warming_up_leaves_no_trace_and_reports_to_the_end(folder: Path, plain: PlainDSpark) -> None:
@@ -520,10 +518,10 @@ def test_warming_up_leaves_no_trace_and_reports_to_the_end(folder: Path, plain: 
     assert isinstance(drafter, DSparkDrafter)
     request, more = Request(0), make_rows(9)
     send(drafter, [request.entry(24, more, 5)], [more])
-    slots = drafter._store.kv[:, : drafter._store.zero_row].clone()
+    slots = drafter._store.entries[:, : drafter._store.zero_row].clone()
     calls: list[tuple[str, int, int]] = []
     drafter.warm_up(lambda *call: calls.append(call))
-    assert torch.equal(drafter._store.kv[:, : drafter._store.zero_row], slots)
+    assert torch.equal(drafter._store.entries[:, : drafter._store.zero_row], slots)
     assert [done for _, done, _ in calls] == list(range(1, calls[-1][2] + 1))
     none = make_rows(0)
     agree(send(drafter, [request.entry(24, none, 6)], [none])[0], request.expected(plain, 6, 24))
@@ -542,8 +540,9 @@ def test_JIT_COLD_every_size_has_a_shape_that_warm_up_meets(device: str, slots: 
         assert sizes[-1] == largest
         assert list(sizes) == sorted(set(sizes))
         assert all(fitting(sizes, size) >= size for size in range(largest + 1))
-    # Padding at most doubles the work.
-    assert all(fitting(shapes.contexts, size) <= max(64, 2 * size) for size in range(1, context + 1))
+    # Padding at most doubles the work, but where a GPU would not notice.
+    least = 64 if device == "cpu" else 256
+    assert all(fitting(shapes.contexts, size) <= max(least, 2 * size) for size in range(1, context + 1))
 
 
 # What a session must not send ----------------------------------------------------------------------------------------------
@@ -572,7 +571,7 @@ def test_an_entry_out_of_range_is_a_value_error_before_anything_is_written(
     entry = DraftEntry(reset=True, need_draft=True, **good)
     with pytest.raises(ValueError, match=r"out of range|rows are"):
         send(drafter, [entry], [make_rows(4)])
-    assert drafter._store.kv[:, :24].isnan().all()
+    assert drafter._store.entries[:, :24].isnan().all()
 
 
 def test_a_slot_that_occurs_twice_is_a_value_error(folder: Path) -> None:
@@ -606,8 +605,8 @@ ARITHMETICS = {
 
 
 def with_arithmetic(folder: Path, arithmetic: Arithmetic) -> DSparkDrafter:
-    loaded = load_checkpoint(folder, place=lambda name, tensor: tensor.to(arithmetic.carrier, copy=True))
-    return assemble(loaded, torch.device("cpu"), arithmetic, 8, 24)
+    loaded = load_checkpoint(folder, place=lambda name, tensor, as_stored: tensor.to(arithmetic.carrier, copy=True))
+    return assemble(loaded, CPU, on_cpu(arithmetic), 8, 24)
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS.values(), ids=ARITHMETICS)
@@ -660,7 +659,7 @@ def test_the_info_says_what_was_opened(folder: Path) -> None:
     assert (info.taps, info.row_bytes, info.slots, info.context, info.window) == (3, 192, 3, 16, 0)
     assert (info.max_position, info.device, info.dtype) == (8192, "cpu", "bfloat16")
     assert (info.identity, info.markov_identity) == (loaded.identity, loaded.markov_identity)
-    carrier = arithmetic_for(torch.device("cpu"), torch.bfloat16).carrier
+    carrier = cpu_arithmetic(torch.bfloat16).carrier
     assert info.context_bytes == 2 * (3 * 16 + 2 + 3 * 5) * 2 * 2 * 8 * carrier.itemsize
     assert repr(drafter) == "DSparkDrafter(Qwen3DSparkModel, cpu, bfloat16, slots=3, context=16)"
 

@@ -19,6 +19,7 @@ from farspark.errors import ConfigError, FarsparkError
 COMMANDS: Final = (
     "worker",
     "identity",
+    "export",
     "run",
     "overlay",
     "probe",

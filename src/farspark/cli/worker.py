@@ -9,15 +9,17 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from farspark.cli.progress import shown_progress
 from farspark.errors import ConfigError
 from farspark.token_file import read_token
-from farspark.transport import listen, parse_endpoint
+from farspark.transport import Endpoint, listen, parse_endpoint
+from farspark.transport.endpoint import MAX_SPIN_US
 from farspark.worker.batch import DrafterInfo
-from farspark.worker.config import DTYPES, WorkerConfig
+from farspark.worker.config import DTYPES, FOLLOW, QUANTISATIONS, WorkerConfig
 from farspark.worker.server import Server
 
 _DEFAULTS = WorkerConfig(checkpoint=Path())
@@ -42,7 +44,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--listen",
         metavar="ENDPOINT",
         default=str(_DEFAULTS.listen),
-        help="where to listen: tcp://HOST:PORT, an IPv6 address in brackets, port 0 for any free one",
+        help="where to listen: tcp://HOST:PORT, an IPv6 address in brackets, port 0 for any free one; ucx://HOST:PORT for RDMA "
+        "where both ends have it, else UCX's TCP; o1rdma:// and o1tcp:// pin one of the two",
     )
     parser.add_argument(
         "--token-file",
@@ -56,6 +59,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="listen on an address that other machines reach, although there is no token: whoever reaches the port can use "
         "the worker",
+    )
+    parser.add_argument(
+        "--spin-us",
+        metavar="MICROSECONDS",
+        type=int,
+        help="how long a wait for an engine's next frame spins before it sleeps, the same as ?spin_us= of --listen. Spinning "
+        "spares the tens of microseconds that waking takes, and takes a core for each connection meanwhile; left out: the "
+        "transport's own, 0 for tcp",
     )
     parser.add_argument("--device", default=_DEFAULTS.device, help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--dtype", choices=DTYPES, default=_DEFAULTS.dtype, help="what the drafter computes in")
@@ -74,6 +85,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         type=int,
         help="tokens drafted at a time, as the engine's num_speculative_tokens; left out: the checkpoint's own number",
+    )
+    parser.add_argument(
+        "--follow",
+        choices=FOLLOW,
+        default=_DEFAULTS.follow,
+        help="whose reading counts where vLLM runs a drafter otherwise than it was trained (Gemma 4: whether the Markov bias is "
+        "soft-capped; layers with a window: where it ends, and what is causal). vllm is what shadow compares with",
+    )
+    parser.add_argument(
+        "--quantisation",
+        choices=QUANTISATIONS,
+        default=_DEFAULTS.quantisation,
+        help="DeepSeek-V4 and V4.1: reference rounds activations and context to fp8 as DeepSeek's own code does; plain does not, "
+        "and is faster and more precise. The weights and the identity are the same",
     )
     parser.add_argument(
         "--max-rows",
@@ -106,12 +131,14 @@ def run(options: argparse.Namespace) -> int:
     config = WorkerConfig(
         checkpoint=options.checkpoint,
         target=options.target,
-        listen=parse_endpoint(options.listen),
+        listen=_listen(options.listen, options.spin_us),
         device=options.device,
         dtype=options.dtype,
         slots=options.slots,
         context=options.context,
         num_drafts=options.drafts,
+        follow=options.follow,
+        quantisation=options.quantisation,
         max_rows=options.max_rows,
         max_connections=options.max_connections,
         name=options.name,
@@ -125,6 +152,7 @@ def run(options: argparse.Namespace) -> int:
 
     # Imports torch.
     from farspark.worker.drafter import open_drafter
+    from farspark.worker.models.families import ModelOptions
 
     _say(f"loading {config.checkpoint} for {config.device} in {config.dtype}")
     with shown_progress() as progress:
@@ -136,6 +164,7 @@ def run(options: argparse.Namespace) -> int:
             slots=config.slots,
             context=config.context,
             num_drafts=config.num_drafts,
+            options=ModelOptions(follow=config.follow, quantisation=config.quantisation),
             progress=progress,
         )
         _describe(drafter.info)
@@ -145,10 +174,24 @@ def run(options: argparse.Namespace) -> int:
             _say(f"rows per step: {server.max_rows}, as many as one frame holds (--max-rows {config.max_rows})")
         if config.token is not None:
             _say(f"peers must prove to hold the token of {options.token_file}")
+        _say(f"lanes             {server.lanes}")
         _say(f"ready on {server.endpoint}")
         _serve_until_signalled(server)
         _say("stopping: rounds in hand are finished first")
     return 0
+
+
+def _listen(text: str, spin_us: int | None) -> Endpoint:
+    endpoint = parse_endpoint(text)
+    if spin_us is None:
+        return endpoint
+    if not 0 <= spin_us <= MAX_SPIN_US:
+        raise ConfigError(f"--spin-us {spin_us}: expected microseconds, 0 to {MAX_SPIN_US}")
+    if endpoint.spin_us not in (None, spin_us):
+        raise ConfigError(
+            f"--spin-us {spin_us} contradicts ?spin_us={endpoint.spin_us} of --listen; give only one of them"
+        )
+    return replace(endpoint, spin_us=spin_us)
 
 
 def _check_before_loading(config: WorkerConfig) -> None:
@@ -166,6 +209,7 @@ def _check_before_loading(config: WorkerConfig) -> None:
 def _describe(info: DrafterInfo) -> None:
     window = f", sliding window {info.window}" if info.window else ""
     _say(f"drafter           {info.kind}, {info.num_drafts} drafts, vocabulary {info.vocab_size:,}{window}")
+    _say(f"weights           {info.weight_bytes / 2**20:,.1f} MiB on {info.device} in {info.dtype}")
     _say(f"rows              {info.row_bytes:,} bytes: {info.taps} taps of {info.hidden_size:,}")
     _say(
         f"context           {info.slots} slots of {info.context:,} positions: "

@@ -6,9 +6,10 @@ knows a socket, the wire or torch, so each side is tested without the other.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`: called as long work goes on; `total` is 0 while it is not known."""
@@ -35,12 +36,19 @@ class DraftEntry(NamedTuple):
         return self.first_pos + self.n_rows
 
 
+# A named tuple's own constructor is Python code; this takes all fields as one tuple and checks nothing.
+make_draft_entry: Callable[[tuple[Any, ...]], DraftEntry] = functools.partial(tuple.__new__, DraftEntry)
+
+
 class DraftBatch(NamedTuple):
     """One step. `rows` holds the rows of all entries in entry order, packed, `row_bytes` each, raw little-endian bf16."""
 
     entries: Sequence[DraftEntry]
     rows: memoryview  # sum of n_rows times row_bytes; valid only until `draft` returns
     want_margins: bool = False
+
+
+make_draft_batch: Callable[[tuple[Any, ...]], DraftBatch] = functools.partial(tuple.__new__, DraftBatch)
 
 
 class Judged(NamedTuple):
@@ -91,6 +99,7 @@ class DrafterInfo:
     device: str
     dtype: str
     context_bytes: int  # memory of the context store
+    weight_bytes: int = 0  # memory of the weights; 0 for a drafter without
 
 
 class Drafter(Protocol):

@@ -12,6 +12,8 @@ from farspark.transport.endpoint import Endpoint
 from farspark.wire import layout
 
 DTYPES: Final = ("bfloat16", "float32")
+FOLLOW: Final = ("vllm", "training")
+QUANTISATIONS: Final = ("plain", "reference")
 DEFAULT_LISTEN: Final = Endpoint("tcp", "127.0.0.1", 18620)
 MAX_SLOTS: Final = layout.MAX_REQUESTS
 MAX_CONNECTIONS: Final = 4096
@@ -31,6 +33,8 @@ class WorkerConfig:
     slots: int = 8  # requests whose context is held at a time, all engines together
     context: int = 4096  # positions kept per slot
     num_drafts: int | None = None  # N; None: the checkpoint's own
+    follow: str = "vllm"  # whose reading of a checkpoint counts where vLLM's and that of training differ
+    quantisation: str = "plain"  # what DeepSeek's stages do with activations and context
     max_rows: int = 4096  # rows per STEP, all requests together
     max_connections: int = 64
     name: str = "farspark"  # what the worker calls itself in HELLO and STATS
@@ -52,6 +56,10 @@ class WorkerConfig:
             raise ConfigError(f"--device {self.device!r}: expected cpu, cuda or cuda:0, cuda:1, ...")
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype {self.dtype!r}: expected {' or '.join(DTYPES)}")
+        if self.follow not in FOLLOW:
+            raise ConfigError(f"--follow {self.follow!r}: expected {' or '.join(FOLLOW)}")
+        if self.quantisation not in QUANTISATIONS:
+            raise ConfigError(f"--quantisation {self.quantisation!r}: expected {' or '.join(QUANTISATIONS)}")
         if not self.name or len(self.name.encode()) > layout.MAX_NAME_BYTES:
             raise ConfigError(f"--name {self.name!r}: expected 1 to {layout.MAX_NAME_BYTES} bytes")
         if not self.listen.is_loopback and self.token is None and not self.allow_unauthenticated_network:

@@ -1,4 +1,4 @@
-"""What the drafter remembers: projected keys and values by slot and position.
+"""What the drafter remembers: what its model keeps of every position (keys and values, or a latent), by slot and position.
 
 Position p of a slot lies at ring index `p mod context`. Nothing marks an entry as valid: which positions a draft may see
 is said by each request (`visible_from <= p < anchor_pos`), and only those are ever read. An index that is not visible is
@@ -8,7 +8,10 @@ the scores alone would not do: 0 · NaN is NaN in the weighted sum of values).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +21,18 @@ from torch import Tensor
 
 from farspark.errors import ConfigError
 
+RingAttention = Callable[..., Tensor]
+
 # Left free beside the context: activations of a step, and the allocator's own rounding.
 HEADROOM_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ContextShape:
-    """Sizes of a store; `row` is what one position takes in one layer: [2 (key, value), kv heads, head_dim]."""
+    """Sizes of a store."""
 
     layers: int
-    kv_heads: int
-    head_dim: int
+    entry: tuple[int, ...]  # what one position takes in one layer: (2, kv heads, head_dim) for keys and values
     slots: int
     context: int  # positions kept per slot
     block: int  # positions of the longest block
@@ -41,23 +45,23 @@ class ContextShape:
 
     @property
     def byte_count(self) -> int:
-        return self.layers * self.rows * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.layers * self.rows * math.prod(self.entry) * self.dtype.itemsize
 
 
 class ContextStore:
     """Used under the drafting lock, by one thread at a time. Raises ConfigError when the device has not got the memory."""
 
-    def __init__(self, shape: ContextShape, device: torch.device) -> None:
+    def __init__(self, shape: ContextShape, device: torch.device, attention: RingAttention | None = None) -> None:
+        """`attention`: the device's own over keys and values, as `ring_attention.attend_ring`; None: that of the models."""
         self.shape = shape
+        self.attention = attention
         self.zero_row = shape.slots * shape.context  # always zeros, never written
         self.scratch_row = self.zero_row + 1  # written for padding, never read
-        self._block_row = self.zero_row + 2  # keys and values of the block in flight, one layer after the other
+        self._block_row = self.zero_row + 2  # entries of the block in flight, one layer after the other
         require_memory(shape, device)
         try:
             # Zeroed, so that the memory is really taken here and not when a request arrives.
-            self.kv = torch.zeros(
-                (shape.layers, shape.rows, 2, shape.kv_heads, shape.head_dim), dtype=shape.dtype, device=device
-            )
+            self.entries = torch.zeros((shape.layers, shape.rows, *shape.entry), dtype=shape.dtype, device=device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise ConfigError(f"{_too_large(shape, device)}: {error}") from error
 
@@ -66,9 +70,9 @@ class ContextStore:
         positions = np.arange(first, first + count, dtype=np.int64)
         return positions % self.shape.context + slot * self.shape.context
 
-    def write(self, rows: Tensor, key_value: Tensor) -> None:
-        """Store [layers, M, 2, kv heads, d] at `rows` int64 [M]."""
-        self.kv.index_copy_(1, rows, key_value)
+    def write(self, rows: Tensor, entries: Tensor) -> None:
+        """Store [layers, M, *entry] at `rows` int64 [M]."""
+        self.entries.index_copy_(1, rows, entries)
 
     def view(self, slots: Tensor, anchors: Tensor, visible_from: Tensor, visible: int, block: int) -> ContextView:
         """What blocks at positions `anchors` of `slots` see: at most the `visible` newest positions before them.
@@ -76,50 +80,69 @@ class ContextStore:
         Three int64 [B]; `visible` (a bound of `anchors - visible_from`) and `block` fix the shapes. Entries with
         `visible_from == anchor` see their own block only.
         """
-        context = self.shape.context
-        offsets = torch.arange(-visible, 0, device=slots.device)
-        positions = anchors.unsqueeze(1) + offsets
-        # A position more than the context away has been overwritten by a newer one.
-        lowest = torch.maximum(visible_from, anchors - context).unsqueeze(1)
-        is_visible = positions >= lowest
-        rows = torch.where(is_visible, slots.unsqueeze(1) * context + positions % context, self.zero_row)
-        batch = slots.shape[0]
-        own = torch.arange(batch * block, device=slots.device).view(batch, block) + self._block_row
-        return ContextView(
-            self.kv,
-            block_rows=slice(self._block_row, self._block_row + batch * block),
-            rows=torch.cat((rows, own), dim=1),
-            is_visible=F.pad(is_visible, (0, block), value=True),
-        )
+        own = slice(self._block_row, self._block_row + len(slots) * block)
+        return ContextView(self, own, slots, anchors, visible_from, visible)
 
 
 class ContextView:
     """A `BlockContext` for one batch; valid until the store is written to."""
 
-    def __init__(self, kv: Tensor, block_rows: slice, rows: Tensor, is_visible: Tensor) -> None:
-        self._kv = kv
-        self._block_rows = block_rows
-        self._batch, self._length = rows.shape
-        self._rows = rows.flatten()
-        # [B, 1, 1, keys]: the block is not causal, so all of its queries see the same keys.
-        self._bias = torch.zeros(is_visible.shape, dtype=kv.dtype, device=kv.device)
-        self._bias = self._bias.masked_fill_(~is_visible, float("-inf"))[:, None, None, :]
+    def __init__(
+        self, store: ContextStore, own: slice, slots: Tensor, anchors: Tensor, visible_from: Tensor, visible: int
+    ) -> None:
+        self._store = store
+        self._own = own
+        self._requests = slots, anchors, visible_from
+        self.visible = visible
+        self.fused = None if store.attention is None else self._attend_in_place
 
-    def attend(self, layer: int, query: Tensor, key_value: Tensor, scale: float) -> Tensor:
-        batch, length, heads, dim = query.shape
-        kv = self._kv[layer]
-        kv_heads = kv.shape[2]
-        kv[self._block_rows] = key_value.flatten(0, 1)
-        held = kv.index_select(0, self._rows).view(self._batch, self._length, 2, kv_heads, dim)
-        keys, values = held[:, :, 0].transpose(1, 2), held[:, :, 1].transpose(1, 2)  # [B, kv heads, keys, d]
-        # Queries that share a key head are folded into one longer run of queries: no key is repeated.
-        group = heads // kv_heads
-        folded = query.view(batch, length, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-        folded = folded.reshape(batch, kv_heads, group * length, dim)
-        bias = self._bias.expand(-1, 1, group * length, -1)
-        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=scale)
-        attended = attended.view(batch, kv_heads, group, length, dim).permute(0, 3, 1, 2, 4)
-        return attended.reshape(batch, length, heads * dim)
+    @cached_property
+    def _is_visible(self) -> Tensor:
+        """bool [B, visible], oldest first."""
+        _, anchors, visible_from = self._requests
+        # A position more than the context away has been overwritten by a newer one.
+        lowest = torch.maximum(visible_from, anchors - self._store.shape.context).unsqueeze(1)
+        return self._positions >= lowest
+
+    @cached_property
+    def _positions(self) -> Tensor:
+        _, anchors, _ = self._requests
+        return anchors.unsqueeze(1) + torch.arange(-self.visible, 0, device=anchors.device)
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        """int64 [B, visible + block]"""
+        slots, _, _ = self._requests
+        context = self._store.shape.context
+        held = slots.unsqueeze(1) * context + self._positions % context
+        own = torch.arange(self._own.start, self._own.stop, device=slots.device).view(len(slots), -1)
+        return torch.cat((torch.where(self._is_visible, held, self._store.zero_row), own), dim=1)
+
+    @cached_property
+    def bias(self) -> Tensor:
+        # The block is not causal, so all of its queries see the same entries.
+        block = (self._own.stop - self._own.start) // len(self._is_visible)
+        is_visible = F.pad(self._is_visible, (0, block), value=True)
+        bias = torch.zeros(is_visible.shape, dtype=self._store.entries.dtype, device=is_visible.device)
+        return bias.masked_fill_(~is_visible, float("-inf"))[:, None, None, :]
+
+    def gather(self, layer: int, own: Tensor) -> Tensor:
+        entries = self._store.entries[layer]
+        entries[self._own] = own.flatten(0, 1)
+        return entries.index_select(0, self._rows.flatten()).view(*self._rows.shape, *entries.shape[1:])
+
+    def _attend_in_place(self, layer: int, query: Tensor, key_value: Tensor, scale: float) -> Tensor:
+        store = self._store
+        assert store.attention is not None
+        return store.attention(
+            query,
+            key_value,
+            store.entries[layer],
+            *self._requests,
+            visible=self.visible,
+            context=store.shape.context,
+            scale=scale,
+        )
 
 
 def require_memory(shape: ContextShape, device: torch.device) -> None:

@@ -6,9 +6,10 @@ a length, rows to a count. What is padded reads zeros and writes to a row that n
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,16 +21,20 @@ from torch import Tensor
 
 from farspark.errors import ConfigError
 from farspark.worker.batch import DraftBatch, DraftEntry, Drafter, DrafterInfo, DraftResult, Judged, Judging, Progress
-from farspark.worker.checkpoint import LoadedCheckpoint, Qwen3DSparkConfig, load_checkpoint, no_progress
+from farspark.worker.checkpoint import DrafterConfig, LoadedCheckpoint, load_checkpoint, no_progress
 from farspark.worker.checkpoint.load import FilePath
 from farspark.worker.context import ContextShape, ContextStore
-from farspark.worker.models.base import Arithmetic, DraftModel
+from farspark.worker.device import DeviceWork, open_device, work_on
+from farspark.worker.graphs import DeviceCalls
+from farspark.worker.models.base import DraftModel
+from farspark.worker.models.families import DEFAULT_OPTIONS, ModelOptions, build_model
 from farspark.worker.models.heads import greedy, margin
-from farspark.worker.models.qwen3 import Qwen3DSpark
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+_GREATEST = torch.finfo(torch.float32).max
 
 # Rows projected at once: bounds the activations of a long prefill, wide enough to keep a GPU busy.
 ROWS_AT_ONCE = 512
@@ -48,7 +53,10 @@ class Shapes:
     def of(cls, device: torch.device, slots: int, context: int, num_drafts: int) -> Shapes:
         on_cpu = device.type == "cpu"
         few = range(1, 9) if on_cpu else (1, 2, 4, 8)
+        # A GPU attends to what is visible only, wherever it lies; a CPU to all that the shape holds.
         lengths = sorted({64 * 2**i for i in range(20)} | {96 * 2**i for i in range(20)})
+        if not on_cpu:
+            lengths = [256 * 2**i for i in range(20)]
         return cls(
             batches=_up_to(slots, [*few, 12, *(2**i for i in range(4, 12))]),
             contexts=_up_to(context, lengths),
@@ -73,21 +81,50 @@ class _Block(NamedTuple):
     hidden: Tensor  # [B, steps, hidden size]
     base: Tensor  # [B, steps, vocabulary], in front of the Markov bias
     anchor_tokens: Tensor  # int64 [B]
+    state: Tensor | None  # [B, r]: the Markov head's, in front of the first draft
+
+    def of(self, rows: Tensor) -> _Block:
+        """The requests `rows` int64 [C] alone."""
+        state = None if self.state is None else self.state[rows]
+        return _Block(self.hidden[rows], self.base[rows], self.anchor_tokens[rows], state)
+
+
+class _Step(NamedTuple):
+    """One position of every chain, with the tokens before it fixed."""
+
+    logits: Tensor  # [B, drafted vocabulary]
+    embedded: Tensor | None  # [B, r]: the Markov embedding of the token before
+    best: Tensor  # int64 [B]: the target's id of the greatest logit
+    top: Tensor  # float32 [B]: that logit
 
 
 class DSparkDrafter:
     """A `Drafter` on a family's `DraftModel`. Used under the drafting lock, by one thread at a time."""
 
     def __init__(
-        self, model: DraftModel, store: ContextStore, info: DrafterInfo, config: Qwen3DSparkConfig, shapes: Shapes
+        self,
+        model: DraftModel,
+        store: ContextStore,
+        info: DrafterInfo,
+        config: DrafterConfig,
+        shapes: Shapes,
+        calls: DeviceCalls,
     ) -> None:
         self._model = model
         self._store = store
         self._info = info
         self._shapes = shapes
-        self._device = store.kv.device
+        self._calls = calls
+        self._device = store.entries.device
         self._mask_token_id = config.mask_token_id
-        self._steps = torch.arange(info.num_drafts, device=self._device)
+        self._skipped = 0 if config.anchor_predicts else 1  # block positions in front of the first that predicts
+        self._block = torch.arange(store.shape.block, device=self._device)
+        self._row_of: Tensor | None = (
+            None  # int64 [vocabulary]: the logits' row of a target's id, -1 for those not drafted
+        )
+        if model.to_target is not None:
+            self._row_of = torch.full((info.vocab_size,), -1, dtype=torch.int64, device=self._device)
+            self._row_of[model.to_target] = torch.arange(len(model.to_target), device=self._device)
 
     @property
     def info(self) -> DrafterInfo:
@@ -108,12 +145,12 @@ class DSparkDrafter:
         total, done = len(shapes.rows) + len(sizes), 0
         with torch.inference_mode():
             for rows in shapes.rows:
-                self._project(np.zeros((0, self._info.row_bytes), np.uint8), _no_ints(), _no_ints(), padded=rows)
+                self._row_staging(rows)
+                self._calls.run(rows, self._write)
                 progress("warming up", done := done + 1, total)
             for batch, context, steps in sizes:
-                nobody = torch.zeros((4, batch), dtype=torch.int64, device=self._device)
                 for want_margins in (False, True):
-                    packed, _ = self._forward(nobody, context, steps, want_margins)
+                    packed, _ = self._run(np.zeros((4, 0), np.int64), batch, context, steps, want_margins)
                     packed.cpu()
                 progress("warming up", done := done + 1, total)
 
@@ -133,6 +170,8 @@ class DSparkDrafter:
                 answer, block = self._draft([entries[index] for index in wanted], batch.want_margins)
                 self._fill(entries, wanted, answer, ok, tokens, confidences, margins)
                 if batch.want_margins:
+                    # The next step may overwrite the block.
+                    block = block.of(torch.arange(len(wanted), device=self._device))
                     judge = self._judging(block, {index: row for row, index in enumerate(wanted)})
         return DraftResult(
             ok=ok,
@@ -154,26 +193,52 @@ class DSparkDrafter:
         return judge
 
     def _judge(self, block: _Block, rows: Sequence[int], chains: Tensor) -> Judged:
-        """Teacher-force int32 `chains` [C, N] through the rows of `block`."""
-        model = self._model
-        where = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        """Teacher-force int32 `chains` [C, N] through the rows of `block`.
+
+        A token outside the drafted vocabulary has no logit: its gap is the greatest float32.
+        """
+        chosen = block.of(torch.tensor(rows, dtype=torch.int64, device=self._device))
         chains = chains.to(self._device, torch.int64)
-        hidden, base = block.hidden[where], block.base[where]
-        count, steps = len(rows), base.shape[1]
-        previous = torch.cat((block.anchor_tokens[where].unsqueeze(1), chains[:, : steps - 1]), dim=1)
-        embedded = None if model.markov is None else model.markov.embed(previous)
-        found = torch.zeros((3, count, self._info.num_drafts), dtype=torch.float32, device=self._device)
-        best = torch.zeros((count, self._info.num_drafts), dtype=torch.int32, device=self._device)
-        for step in range(steps):
-            logits = base[:, step]
-            if model.markov is not None and embedded is not None:
-                logits = model.arithmetic.round(logits + model.markov.bias(embedded[:, step]))
-            best[:, step], top = greedy(logits)
-            found[0, :, step] = top - logits.gather(-1, chains[:, step : step + 1]).squeeze(-1).float()
-            found[1, :, step] = logits.abs().amax(dim=-1).float()
-        found[2, :, :steps] = 1.0 if model.confidence is None else model.confidence(hidden, embedded)
-        gaps, peaks, confidences = (one.reshape(-1).data for one in found.cpu().numpy())
+        found = torch.zeros((3, *chains.shape), dtype=torch.float32, device=self._device)
+        best = torch.zeros(chains.shape, dtype=torch.int32, device=self._device)
+        steps = list(self._walk(chosen, chains))
+        for index, step in enumerate(steps):
+            best[:, index] = step.best
+            found[0, :, index] = step.top - self._logit_of(chains[:, index], step.logits)
+            found[1, :, index] = step.logits.abs().amax(dim=-1).float()
+        found[2, :, : len(steps)] = self._confidence(chosen, _embedded(steps))
+        gaps, peaks, confidences = (one.reshape(-1).data for one in found.clamp_(max=_GREATEST).cpu().numpy())
         return Judged(best.cpu().numpy().reshape(-1).data, gaps, peaks, confidences)
+
+    def _logit_of(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """float32 [B] of [B, drafted vocabulary] at the target's ids `tokens` int64 [B]; -inf where there is none."""
+        if self._row_of is None:
+            return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float()
+        rows = self._row_of[tokens]
+        found = logits.gather(-1, rows.clamp(min=0).unsqueeze(-1)).squeeze(-1).float()
+        return found.masked_fill(rows < 0, float("-inf"))
+
+    def _walk(self, block: _Block, forced: Tensor | None = None) -> Iterator[_Step]:
+        """The sequential part: each position's logits after the tokens in front of it, which are the best ones or `forced`
+        int64 [B, N]."""
+        model = self._model
+        previous, embedded, state = block.anchor_tokens, None, block.state
+        for index in range(block.base.shape[1]):
+            logits = block.base[:, index]
+            if model.markov is not None:
+                embedded = model.markov.embed(previous)
+                logits, state = model.markov.step(logits, block.hidden[:, index], embedded, state)
+            best, top = greedy(logits)
+            if model.to_target is not None:
+                best = model.to_target[best]
+            yield _Step(logits, embedded, best, top)
+            previous = best if forced is None else forced[:, index]
+
+    def _confidence(self, block: _Block, embedded: Tensor | None) -> Tensor:
+        """float32 [B, steps], given the embeddings of the tokens in front [B, steps, r]."""
+        if self._model.confidence is None:
+            return torch.ones(block.base.shape[:2], dtype=torch.float32, device=self._device)
+        return self._model.confidence(block.hidden, embedded)
 
     def _check(self, batch: DraftBatch) -> None:
         """Raise ValueError for what a session should have refused: on a GPU an index out of range ends the process."""
@@ -212,35 +277,36 @@ class DSparkDrafter:
         if not kept:
             return
         newest, where = np.concatenate(positions), np.concatenate(destinations)
-        packed = kept[0] if len(kept) == 1 else np.concatenate(kept)
-        for first in range(0, len(packed), ROWS_AT_ONCE):
-            part = slice(first, first + ROWS_AT_ONCE)
-            self._project(packed[part], newest[part], where[part])
+        for first in range(0, len(newest), ROWS_AT_ONCE):
+            part = slice(first, min(first + ROWS_AT_ONCE, len(newest)))
+            count = part.stop - part.start
+            size = fitting(self._shapes.rows, count)
+            taps, numbers = self._row_staging(size)
+            _copy_rows(kept, first, taps.view(torch.uint8).numpy()[:count])
+            to = numbers.numpy()
+            to[0, :count], to[1, :count] = newest[part], where[part]
+            # What is left over in the rows after them is projected too, and written where nobody reads.
+            to[0, count:], to[1, count:] = 0, self._store.scratch_row
+            self._calls.run(size, self._write)
 
-    def _project(
-        self,
-        rows: npt.NDArray[np.uint8],
-        positions: npt.NDArray[np.int64],
-        destinations: npt.NDArray[np.int64],
-        padded: int | None = None,
-    ) -> None:
-        """uint8 [M, row_bytes], int64 [M], int64 [M]; M is rounded up to one of the row counts."""
-        count = len(rows)
-        size = padded or fitting(self._shapes.rows, count)
-        staged = np.zeros((size, self._info.row_bytes), np.uint8)
-        staged[:count] = rows
-        numbers = np.zeros((2, size), np.int64)
-        numbers[0, :count] = positions
-        numbers[1] = self._store.scratch_row
-        numbers[1, :count] = destinations
-        where = torch.from_numpy(numbers).to(self._device)
-        taps = torch.from_numpy(staged).to(self._device).view(torch.bfloat16).to(self._model.arithmetic.carrier)
+    def _row_staging(self, size: int) -> Sequence[Tensor]:
+        """bf16 [size, row_bytes / 2] for rows, int64 [2, size] for their positions and their rows of the store."""
+
+        def make() -> Sequence[Tensor]:
+            numbers = torch.zeros((2, size), dtype=torch.int64)
+            numbers[1] = self._store.scratch_row
+            return torch.zeros((size, self._info.row_bytes // 2), dtype=torch.bfloat16), numbers
+
+        return self._calls.staging(size, make)
+
+    def _write(self, taps: Tensor, where: Tensor) -> None:
+        """The two of `_row_staging`, on the device."""
+        taps = taps.to(self._model.arithmetic.carrier)
         self._store.write(where[1], self._model.project_context(taps, where[0]))
 
     def _draft(self, entries: Sequence[DraftEntry], want_margins: bool) -> tuple[npt.NDArray[np.int32], _Block]:
         """The packed answer of `_forward`, on the host, for `entries` only, and what it was made of."""
-        size = fitting(self._shapes.batches, len(entries))
-        numbers = np.zeros((4, size), np.int64)
+        numbers = np.zeros((4, len(entries)), np.int64)
         visible = 0
         for index, entry in enumerate(entries):
             lowest = max(entry.visible_from, entry.anchor_pos - self._info.context)
@@ -248,9 +314,20 @@ class DSparkDrafter:
             numbers[:, index] = entry.slot, entry.anchor_pos, lowest, entry.anchor_token
         steps = fitting(self._shapes.steps, max(min(entry.n_out, self._info.num_drafts) for entry in entries))
         context = fitting(self._shapes.contexts, visible)
-        packed, block = self._forward(torch.from_numpy(numbers).to(self._device), context, steps, want_margins)
+        packed, block = self._run(numbers, fitting(self._shapes.batches, len(entries)), context, steps, want_margins)
         answer: npt.NDArray[np.int32] = packed.cpu().numpy()
         return answer[: len(entries)], block
+
+    def _run(
+        self, numbers: npt.NDArray[np.int64], size: int, visible: int, steps: int, want_margins: bool
+    ) -> tuple[Tensor, _Block]:
+        """`_forward` of `numbers` [4, up to size], from the host."""
+        key = size, visible, steps, want_margins
+        (staged,) = self._calls.staging(key, lambda: [torch.zeros((4, size), dtype=torch.int64)])
+        requests = staged.numpy()
+        requests[:, : numbers.shape[1]], requests[:, numbers.shape[1] :] = numbers, 0
+        forward = functools.partial(self._forward, visible=visible, steps=steps, want_margins=want_margins)
+        return self._calls.run(key, forward)
 
     def _forward(self, requests: Tensor, visible: int, steps: int, want_margins: bool) -> tuple[Tensor, _Block]:
         """The part of a step whose shapes are fixed by its arguments and that nothing on the host waits for.
@@ -258,40 +335,42 @@ class DSparkDrafter:
         `requests` int64 [4, B]: slot, anchor position, lowest visible position, anchor token. The answer is int32
         [B, 3 or 4, steps]: token, whether all is finite, confidence and perhaps margin (the bits of a float32).
         """
-        model, block = self._model, self._info.num_drafts
         slots, anchors, visible_from, anchor_tokens = requests.unbind()
-        view = self._store.view(slots, anchors, visible_from, visible, block)
-        tokens = torch.full((len(slots), block), self._mask_token_id, dtype=torch.int64, device=self._device)
+        length = len(self._block)
+        view = self._store.view(slots, anchors, visible_from, visible, length)
+        tokens = torch.full((len(slots), length), self._mask_token_id, dtype=torch.int64, device=self._device)
         tokens[:, 0] = anchor_tokens
         # Past the end vLLM keeps every position at the last one; those drafts are never used.
-        positions = (anchors.unsqueeze(1) + self._steps).clamp_(max=self._info.max_position - 1)
-        hidden = model.block(tokens, positions, view)[:, :steps]
-        base = model.base_logits(hidden)
+        positions = (anchors.unsqueeze(1) + self._block).clamp_(max=self._info.max_position - 1)
+        model, first = self._model, self._skipped
+        hidden = model.block(tokens, positions, view)
+        state = None
+        if model.markov is not None:
+            state = model.markov.start(model.markov.embed(anchor_tokens), hidden[:, :first])
+        hidden = hidden[:, first : first + steps]
+        block = _Block(hidden, model.base_logits(hidden), anchor_tokens, state)
 
-        previous = anchor_tokens
-        ids, tops, embedded, gaps = [], [], [], []
-        for step in range(steps):
-            logits = base[:, step]
-            if model.markov is not None:
-                embedded.append(model.markov.embed(previous))
-                logits = model.arithmetic.round(logits + model.markov.bias(embedded[-1]))
-            previous, top = greedy(logits)
-            ids.append(previous)
-            tops.append(top)
-            if want_margins:
-                gaps.append(margin(logits))
-
-        top = torch.stack(tops, dim=1)
-        if model.confidence is None:
-            confidence = torch.ones_like(top)
+        gaps: list[Tensor] = []
+        chain = None
+        if not want_margins and model.to_target is None:
+            chain = model.arithmetic.greedy_chain(block.base, anchor_tokens, model.markov)
+        if chain is not None:
+            ids, tops, embedded = chain
         else:
-            confidence = model.confidence(hidden, torch.stack(embedded, dim=1) if embedded else None)
+            walked = []
+            for step in self._walk(block):
+                if want_margins:
+                    gaps.append(margin(step.logits))
+                walked.append(step)
+            ids, tops = (torch.stack(one, dim=1) for one in ([s.best for s in walked], [s.top for s in walked]))
+            embedded = _embedded(walked)
+        confidence = self._confidence(block, embedded)
         # NaN wins every maximum, so the greatest logit tells for all of them.
-        finite = top.isfinite() & confidence.isfinite()
-        planes = [torch.stack(ids, dim=1).int(), finite.int(), confidence.contiguous().view(torch.int32)]
+        finite = tops.isfinite() & confidence.isfinite()
+        planes = [ids.int(), finite.int(), confidence.contiguous().view(torch.int32)]
         if want_margins:
             planes.append(torch.stack(gaps, dim=1).view(torch.int32))
-        return torch.stack(planes, dim=1), _Block(hidden, base, anchor_tokens)
+        return torch.stack(planes, dim=1), block
 
     def _fill(
         self,
@@ -315,8 +394,20 @@ class DSparkDrafter:
                     margins[index, :count] = planes[3].view(np.float32)
 
 
-def _no_ints() -> npt.NDArray[np.int64]:
-    return np.zeros(0, np.int64)
+def _embedded(steps: Sequence[_Step]) -> Tensor | None:
+    """[B, steps, r]; None without a Markov head."""
+    found = [step.embedded for step in steps if step.embedded is not None]
+    return torch.stack(found, dim=1) if found else None
+
+
+def _copy_rows(pieces: Sequence[npt.NDArray[np.uint8]], first: int, to: npt.NDArray[np.uint8]) -> None:
+    """Fill `to` [M, row_bytes] with rows first .. first + M - 1 of `pieces`, one after the other."""
+    done = 0
+    for piece in pieces:
+        part = piece[first : first + len(to) - done]
+        to[done : done + len(part)] = part
+        done += len(part)
+        first = max(0, first - len(piece))
 
 
 def open_drafter(
@@ -328,6 +419,7 @@ def open_drafter(
     slots: int = 8,
     context: int = 4096,
     num_drafts: int | None = None,
+    options: ModelOptions = DEFAULT_OPTIONS,
     progress: Progress = no_progress,
 ) -> Drafter:
     """The drafter in the folder `checkpoint`, its weights on `device`, its context store allocated; not warmed up.
@@ -339,19 +431,20 @@ def open_drafter(
     where = open_device(device)
     if dtype not in DTYPES:
         raise ConfigError(f"a dtype of {dtype!r}; supported: {', '.join(DTYPES)}")
-    arithmetic = arithmetic_for(where, DTYPES[dtype])
     for what, number in (("slots", slots), ("context", context)):
         if number < 1:
             raise ConfigError(f"{what} is {number}; expected 1 or more")
+    work = work_on(where, DTYPES[dtype])
+    arithmetic = work.arithmetic
 
-    def place(name: str, tensor: Tensor) -> Tensor:
-        if name.startswith("confidence_head."):
-            return tensor.to(device=where, dtype=torch.float32, copy=True)
+    def place(name: str, tensor: Tensor, as_stored: bool) -> Tensor:
+        if as_stored:
+            return tensor.to(device=where, copy=True)
         return tensor.to(device=where, dtype=arithmetic.dtype, copy=True).to(arithmetic.carrier)
 
     try:
         loaded = load_checkpoint(checkpoint, target, progress, place=place)
-        return assemble(loaded, where, arithmetic, slots, context, num_drafts)
+        return assemble(loaded, where, work, slots, context, num_drafts, options)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the drafter in {Path(checkpoint)} does not fit on {where}: {error}") from error
 
@@ -359,32 +452,33 @@ def open_drafter(
 def assemble(
     loaded: LoadedCheckpoint,
     device: torch.device,
-    arithmetic: Arithmetic,
+    work: DeviceWork,
     slots: int,
     context: int,
     num_drafts: int | None = None,
+    options: ModelOptions = DEFAULT_OPTIONS,
     shapes: Shapes | None = None,
 ) -> DSparkDrafter:
-    """A drafter from a loaded checkpoint whose tensors are on `device` in the carrier dtype; they are taken out of it."""
+    """A drafter from a loaded checkpoint whose tensors are on `device` as placed; they are taken out of it."""
     config = loaded.config
-    if num_drafts is not None and not 1 <= num_drafts <= config.block_size:
-        raise ConfigError(f"{num_drafts} drafts wanted; this checkpoint drafts blocks of 1 to {config.block_size}")
-    count = num_drafts or config.block_size
-    # Positions end at max_position: a larger context could never be filled.
-    context = min(context, config.max_position)
+    if num_drafts is not None and not 1 <= num_drafts <= config.max_drafts:
+        raise ConfigError(f"{num_drafts} drafts wanted; this checkpoint drafts blocks of 1 to {config.max_drafts}")
+    count = num_drafts or config.max_drafts
+    # Positions end at max_position and a window slides: a larger context could never be filled or read.
+    context = min(context, config.max_position, config.window or context)
+    arithmetic = work.arithmetic
+    model = build_model(loaded, arithmetic, options)
     shape = ContextShape(
-        layers=config.num_layers,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        layers=model.context_layers,
+        entry=model.context_entry,
         slots=slots,
         context=context,
-        block=count,
+        block=count if config.anchor_predicts else 1 + count,
         dtype=arithmetic.carrier,
     )
-    model = Qwen3DSpark(config, loaded.tensors, loaded.vocab_size, arithmetic)
-    store = ContextStore(shape, device)
+    store = ContextStore(shape, device, work.attention)
     info = DrafterInfo(
-        kind=config.architecture,
+        kind=config.kind,
         num_drafts=count,
         vocab_size=loaded.vocab_size,
         hidden_size=config.tap_size,
@@ -392,47 +486,13 @@ def assemble(
         row_bytes=config.row_bytes,
         slots=slots,
         context=context,
-        window=0,
+        window=config.window,
         max_position=config.max_position,
         identity=loaded.identity,
         markov_identity=loaded.markov_identity,
         device=str(device),
         dtype=str(arithmetic.dtype).removeprefix("torch."),
         context_bytes=shape.byte_count,
+        weight_bytes=model.weight_bytes,
     )
-    return DSparkDrafter(model, store, info, config, shapes or Shapes.of(device, slots, context, count))
-
-
-def open_device(name: str) -> torch.device:
-    """The torch device called `name`, with its index. Raises ConfigError if it is not there."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"a device of {name!r}; expected cpu, cuda or cuda:INDEX") from error
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise ConfigError(f"a device of {name!r}; supported: cpu, cuda, cuda:INDEX")
-    if not torch.cuda.is_available():
-        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
-        raise ConfigError(f"a device of {name!r}, but torch finds no GPU (torch {torch.__version__} {built})")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise ConfigError(f"a device of {name!r}, but there are {torch.cuda.device_count()} GPUs (from cuda:0)")
-    return torch.device("cuda", index)
-
-
-def arithmetic_for(device: torch.device, dtype: torch.dtype) -> Arithmetic:
-    """bfloat16 is kept in float32 on a CPU without bf16 instructions: its own product is several times slower there."""
-    if device.type == "cpu" and dtype == torch.bfloat16 and not _has_bf16_instructions():
-        return Arithmetic(dtype, torch.float32)
-    return Arithmetic(dtype, dtype)
-
-
-def _has_bf16_instructions(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    try:
-        text = Path(cpuinfo).read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    flags = set(text.split())
-    return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+    return DSparkDrafter(model, store, info, config, shapes or Shapes.of(device, slots, context, count), work.calls)

@@ -9,25 +9,30 @@ from tests.fakes.plain_dspark import PlainDSpark
 from tests.fakes.tiny_checkpoint import write_tiny
 from torch import Tensor
 
-from farspark.worker.checkpoint import LoadedCheckpoint, load_checkpoint
+from farspark.worker.checkpoint import LoadedCheckpoint, Qwen3DSparkConfig, load_checkpoint
 from farspark.worker.models.base import Arithmetic
+from farspark.worker.models.heads import VanillaMarkov
 from farspark.worker.models.qwen3 import Qwen3DSpark
 
 FLOAT32 = Arithmetic(torch.float32, torch.float32)
 
 
 def load(folder: Path) -> LoadedCheckpoint:
-    return load_checkpoint(folder, place=lambda name, tensor: tensor.float())
+    return load_checkpoint(folder, place=lambda name, tensor, as_stored: tensor.float())
+
+
+def build(loaded: LoadedCheckpoint, vocab_size: int = 97) -> Qwen3DSpark:
+    assert isinstance(loaded.config, Qwen3DSparkConfig)
+    return Qwen3DSpark(loaded.config, loaded.tensors, vocab_size, FLOAT32)
 
 
 def make(folder: Path) -> Qwen3DSpark:
-    loaded = load(folder)
-    return Qwen3DSpark(loaded.config, loaded.tensors, loaded.vocab_size, FLOAT32)
+    return build(load(folder))
 
 
 def test_the_weights_are_taken_so_that_none_is_held_twice(tmp_path: Path) -> None:
     loaded = load(write_tiny(tmp_path))
-    Qwen3DSpark(loaded.config, loaded.tensors, loaded.vocab_size, FLOAT32)
+    build(loaded)
     assert not loaded.tensors
 
 
@@ -35,7 +40,7 @@ def test_a_weight_without_a_use_is_an_error(tmp_path: Path) -> None:
     loaded = load(write_tiny(tmp_path))
     loaded.tensors["extra.weight"] = torch.zeros(1)
     with pytest.raises(AssertionError, match=r"extra\.weight"):
-        Qwen3DSpark(loaded.config, loaded.tensors, loaded.vocab_size, FLOAT32)
+        build(loaded)
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"is_neox_style": False}], ids=str)
@@ -57,12 +62,14 @@ def test_ROPE_CFG_context_is_projected_layer_by_layer_at_absolute_positions(
 
 
 class NoContext:
-    """A `BlockContext` in which every position attends to itself alone."""
+    """A `BlockContext` without context: a block sees itself alone."""
 
-    def attend(self, layer: int, query: Tensor, key_value: Tensor, scale: float) -> Tensor:
-        batch, length, heads, dim = query.shape
-        values = key_value[:, :, 1]
-        return values.repeat_interleave(heads // values.shape[2], dim=2).reshape(batch, length, heads * dim)
+    fused = None
+    visible = 0
+    bias = torch.zeros(2, 1, 1, 2)
+
+    def gather(self, layer: int, own: Tensor) -> Tensor:
+        return own
 
 
 def test_the_hidden_state_is_normed_and_the_logits_are_scaled(tmp_path: Path) -> None:
@@ -76,8 +83,7 @@ def test_the_hidden_state_is_normed_and_the_logits_are_scaled(tmp_path: Path) ->
 
 
 def test_logits_stop_at_the_true_vocabulary(tmp_path: Path) -> None:
-    loaded = load(write_tiny(tmp_path))
-    model = Qwen3DSpark(loaded.config, loaded.tensors, 90, FLOAT32)
+    model = build(load(write_tiny(tmp_path)), vocab_size=90)
     assert model.base_logits(torch.randn(3, 32)).shape == (3, 90)
-    assert model.markov is not None
+    assert isinstance(model.markov, VanillaMarkov)
     assert model.markov.bias(torch.randn(3, 6)).shape == (3, 90)

@@ -19,8 +19,11 @@ b"farspark markov identity 1\\n" and the `markov_head.` tensors, without the con
 
 from __future__ import annotations
 
+from farspark.worker.checkpoint.dense import D2T, DenseConfig
+from farspark.worker.checkpoint.families import FAMILIES, read_config
+from farspark.worker.checkpoint.family import COMMON, EMBEDDING, LM_HEAD, DrafterConfig, Family
+from farspark.worker.checkpoint.gemma4 import Gemma4DSparkConfig
 from farspark.worker.checkpoint.load import (
-    FAMILIES,
     Identities,
     LoadedCheckpoint,
     Place,
@@ -28,14 +31,19 @@ from farspark.worker.checkpoint.load import (
     identities,
     load_checkpoint,
     no_progress,
-    read_config,
 )
-from farspark.worker.checkpoint.qwen3 import EMBEDDING, LM_HEAD, Qwen3DSparkConfig
+from farspark.worker.checkpoint.qwen3 import Qwen3DSparkConfig
 
 __all__ = [
+    "COMMON",
+    "D2T",
     "EMBEDDING",
     "FAMILIES",
     "LM_HEAD",
+    "DenseConfig",
+    "DrafterConfig",
+    "Family",
+    "Gemma4DSparkConfig",
     "Identities",
     "LoadedCheckpoint",
     "Place",

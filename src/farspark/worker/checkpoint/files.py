@@ -6,7 +6,7 @@ What the disk or the file format refuses becomes a CheckpointError that names th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -24,15 +24,16 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 class TensorFiles:
     """The tensors of one folder, in `model.safetensors` or in shards named by an index.
 
-    With `wanted`, only these names are looked for and only the files that hold them are opened.
+    Only names that are `wanted` are looked for, and only the files that hold them are opened.
     """
 
-    def __init__(self, folder: Path, wanted: frozenset[str] | None = None) -> None:
+    def __init__(self, folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
         self._folder = folder
+        self._wanted = wanted
         self._stack = ExitStack()
         self._files: dict[Path, Any] = {}  # safe_open has no types
         try:
-            self._where = dict(self._locate(wanted))
+            self._where = dict(self._locate())
         except OSError as error:
             self._stack.close()
             raise CheckpointError(f"{folder} cannot be read: {error}") from error
@@ -51,6 +52,9 @@ class TensorFiles:
     def names(self) -> frozenset[str]:
         return frozenset(self._where)
 
+    def path_of(self, name: str) -> Path:
+        return self._where[name]
+
     def describe(self, name: str) -> tuple[tuple[int, ...], str]:
         """(shape, dtype as safetensors names it), from the header alone."""
         view = self._files[self._where[name]].get_slice(name)
@@ -65,19 +69,18 @@ class TensorFiles:
             raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
         return tensor
 
-    def _locate(self, wanted: frozenset[str] | None) -> Iterator[tuple[str, Path]]:
+    def _locate(self) -> Iterator[tuple[str, Path]]:
         single, index = self._folder / SINGLE_FILE, self._folder / INDEX_FILE
         if single.exists():
             for name in self._open(single):
-                if wanted is None or name in wanted:
-                    yield name, single
+                yield name, single
             return
         if not index.exists():
             raise CheckpointError(f"{self._folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
         weight_map = read_json(self._folder, INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or any(not isinstance(file, str) for file in weight_map.values()):
             raise CheckpointError(f"{index}: weight_map is not an object of file names")
-        named = {name: file for name, file in weight_map.items() if wanted is None or name in wanted}
+        named = {name: file for name, file in weight_map.items() if self._wanted(name)}
         shards = sorted(set(named.values()))
         for file in shards:
             # A shard lies beside its index; a path would let a checkpoint read files of the host.
@@ -90,15 +93,16 @@ class TensorFiles:
             promised = {name for name, where in named.items() if where == file}
             if promised - held:
                 raise CheckpointError(f"{self._folder / file} lacks {some(sorted(promised - held))} of the index")
-            if wanted is None and held - promised:
+            if held - promised:
                 raise CheckpointError(f"{self._folder / file} holds {some(sorted(held - promised))}, not in the index")
             for name in promised:
                 yield name, self._folder / file
 
     def _open(self, path: Path) -> set[str]:
+        """The wanted names in the file."""
         try:
             file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            names = set(file.keys())
+            names = {name for name in file.keys() if self._wanted(name)}  # noqa: SIM118 - it is not a dict
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
         self._files[path] = file

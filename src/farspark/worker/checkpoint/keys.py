@@ -22,12 +22,16 @@ class ConfigKeys:
     def name(self, key: str) -> str:
         return f"config.json: {self._prefix}{key}"
 
+    def names(self) -> list[str]:
+        """The keys that have a value."""
+        return [key for key in self._values if self.has(key)]
+
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None
 
     def unread(self) -> list[str]:
         """Keys with a value that were never looked at, sorted, with the object's name before them."""
-        return sorted(self._prefix + key for key in self._values if key not in self._read and self.has(key))
+        return sorted(self._prefix + key for key in self.names() if key not in self._read)
 
     def skip(self, keys: Collection[str]) -> None:
         """Count `keys` as looked at: known, and without influence on a draft."""
@@ -107,6 +111,23 @@ class ConfigKeys:
         if not isinstance(value, dict):
             raise CheckpointError(f"{self.name(key)} is {value!r}; expected an object")
         return ConfigKeys(value, f"{self._prefix}{key}.")
+
+    def objects(self, key: str) -> tuple[ConfigKeys, ...] | None:
+        value = self._get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or any(not isinstance(one, dict) for one in value):
+            raise CheckpointError(f"{self.name(key)} is {value!r}; expected a list of objects")
+        return tuple(ConfigKeys(one, f"{self._prefix}{key}[{index}].") for index, one in enumerate(value))
+
+    def require_same(self, key: str, other: ConfigKeys) -> None:
+        """Raise if `key` has a value here that it has not got in `other`, which is where it is read."""
+        value = self._get(key)
+        if value is not None and value != other._values.get(key):
+            raise CheckpointError(
+                f"{self.name(key)} is {value!r}, but {other.name(key).removeprefix('config.json: ')}, which is what counts, is "
+                f"{other._values.get(key)!r}"
+            )
 
     def refuse(self, key: str, why: str) -> None:
         """Raise if `key` has a value: it asks for something that is not served."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import struct
@@ -18,23 +19,26 @@ from torch import Tensor
 
 from farspark.errors import CheckpointError
 from farspark.worker.batch import Progress
+from farspark.worker.checkpoint.families import read_family
+from farspark.worker.checkpoint.family import COMMON, EMBEDDING, LM_HEAD, DrafterConfig
 from farspark.worker.checkpoint.files import TensorFiles, read_json, some
 from farspark.worker.checkpoint.keys import ConfigKeys
-from farspark.worker.checkpoint.qwen3 import EMBEDDING, LM_HEAD, Qwen3DSparkConfig
 
 FilePath = str | os.PathLike[str]
 
-# A family is found by the one name in config.json's `architectures`; another family is another line here and another
-# branch where the drafter builds its model.
-FAMILIES: Final[Mapping[str, type[Qwen3DSparkConfig]]] = {Qwen3DSparkConfig.architecture: Qwen3DSparkConfig}
-
-DTYPES: Final[Mapping[str, torch.dtype]] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-
-# What the target may lend, and what it is called there.
-SHARED: Final[Mapping[str, str]] = {EMBEDDING: "model.embed_tokens.weight", LM_HEAD: "lm_head.weight"}
-# A placeholder of DFlash-trained checkpoints; DSpark's mask is a row of the embedding and vLLM does not read it either.
-IGNORED_TENSORS: Final = frozenset({"mask_embedding"})
-MARKOV_PREFIX: Final = "markov_head."
+# Bytes of one element, by safetensors' name of the dtype.
+ITEM_BYTES: Final[Mapping[str, int]] = {
+    "BF16": 2,
+    "F16": 2,
+    "F32": 4,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "I8": 1,
+    "I32": 4,
+    "I64": 8,
+}
+# What a tensor may be whose dtype the family does not fix.
+COMMON_DTYPES: Final = ("BF16", "F16", "F32")
 
 IDENTITY_TAG: Final = b"farspark drafter identity 1\n"
 MARKOV_TAG: Final = b"farspark markov identity 1\n"
@@ -47,11 +51,11 @@ HASH_CHUNK: Final = 32 << 20
 class Place(Protocol):
     """Where a tensor goes once it is hashed: a copy on the device that serves, in the dtype that it is served in.
 
-    `tensor` is a view of the mapped file; what is returned must not be, or a file replaced under the worker would
-    change its weights.
+    `as_stored`: the family keeps this tensor in its own dtype. `tensor` is a view of the mapped file; what is returned
+    must not be, or a file replaced under the worker would change its weights.
     """
 
-    def __call__(self, name: str, tensor: Tensor) -> Tensor: ...
+    def __call__(self, name: str, tensor: Tensor, as_stored: bool) -> Tensor: ...
 
 
 class Identities(NamedTuple):
@@ -63,7 +67,7 @@ class Identities(NamedTuple):
 class LoadedCheckpoint:
     """Everything that a drafter is made of."""
 
-    config: Qwen3DSparkConfig
+    config: DrafterConfig
     tensors: dict[str, Tensor]  # by name, as placed
     identity: bytes
     markov_identity: bytes
@@ -74,7 +78,7 @@ def no_progress(what: str, done: int, total: int) -> None:
     """The Progress of a caller that does not watch."""
 
 
-def copy_of(name: str, tensor: Tensor) -> Tensor:
+def copy_of(name: str, tensor: Tensor, as_stored: bool) -> Tensor:
     """The Place of tests and tools: on the CPU, in the file's dtype."""
     return tensor.clone()
 
@@ -94,8 +98,19 @@ def load_checkpoint(
     with ExitStack() as stack:
         found = _find(Path(path), None if target is None else Path(target), stack)
         tensors: dict[str, Tensor] = {}
-        digests = _walk(found, progress, lambda name, tensor: tensors.__setitem__(name, place(name, tensor)))
+        as_stored = found.config.stored_dtypes().keys()
+
+        def keep(name: str, tensor: Tensor) -> None:
+            tensors[name] = place(name, tensor, name in as_stored)
+
+        digests = _walk(found, progress, keep)
     return LoadedCheckpoint(found.config, tensors, digests.identity, digests.markov_identity, found.vocab_size)
+
+
+def check_checkpoint(path: FilePath) -> DrafterConfig:
+    """The config of the drafter in `path`, every name, shape and dtype checked, no value read. Raises as `load_checkpoint`."""
+    with ExitStack() as stack:
+        return _find(Path(path), None, stack).config
 
 
 def identities(path: FilePath, target: FilePath | None = None, progress: Progress = no_progress) -> Identities:
@@ -117,41 +132,29 @@ class _Source(NamedTuple):
         return self.files.read(self.name)[: self.shape[0]]
 
     def byte_count(self) -> int:
-        count = DTYPES[self.dtype].itemsize
+        count = ITEM_BYTES[self.dtype]
         for size in self.shape:
             count *= size
         return count
 
 
 class _Found(NamedTuple):
-    config: Qwen3DSparkConfig
+    config: DrafterConfig
     sources: Mapping[str, _Source]
     vocab_size: int
 
 
-def read_config(folder: Path) -> Qwen3DSparkConfig:
-    """The parsed config.json of a drafter. Raises CheckpointError."""
-    values = read_json(folder, "config.json")
-    keys = ConfigKeys(values)
-    architectures = keys.texts("architectures") or ()
-    known = [name for name in architectures if name in FAMILIES]
-    if len(architectures) != 1 or not known:
-        raise CheckpointError(
-            f"{folder / 'config.json'}: architectures is {list(architectures)}; supported: {', '.join(FAMILIES)}"
-        )
-    return FAMILIES[known[0]].parse(keys)
-
-
 def _find(folder: Path, target: Path | None, stack: ExitStack) -> _Found:
     """Where every tensor is, all of it checked but the values. Opened files are closed by `stack`."""
-    config = read_config(folder)
-    own = stack.enter_context(TensorFiles(folder))
-    shapes = config.tensor_shapes()
-    names = own.names() - IGNORED_TENSORS
-    missing = sorted(shapes.keys() - names - SHARED.keys())
+    family, keys = read_family(folder)
+    own = stack.enter_context(TensorFiles(folder, family.claims))
+    config = family.parse(keys, own.names())
+    shapes, lent = config.tensor_shapes(), config.lent_names()
+    names = {name for name in own.names() if not config.ignores(name)}
+    missing = sorted(shapes.keys() - names - lent.keys())
     unclaimed = sorted(names - shapes.keys())
     if missing or unclaimed:
-        parts = ((missing, "missing"), (unclaimed, f"not part of a {config.architecture} with this config.json"))
+        parts = ((missing, "missing"), (unclaimed, f"not part of a {config.kind} with this config.json"))
         raise CheckpointError(f"{folder}: " + "; ".join(f"{some(names)} {what}" for names, what in parts if names))
     sources = {}
     for name in sorted(names):
@@ -161,9 +164,9 @@ def _find(folder: Path, target: Path | None, stack: ExitStack) -> _Found:
                 f"{folder}: {name} has shape {list(shape)}; config.json makes it {list(shapes[name])}"
             )
         sources[name] = _Source(own, name, shape, dtype)
-    _check_dtypes(folder, sources)
+    _check_dtypes(folder, sources, config.stored_dtypes())
     vocab_size = config.vocab_size
-    lacking = [name for name in SHARED if name not in names]
+    lacking = [name for name in lent if name not in names]
     if target is not None:
         lender = _Target.open(target)
         vocab_size = min(vocab_size, lender.vocab_size)
@@ -177,20 +180,23 @@ def _find(folder: Path, target: Path | None, stack: ExitStack) -> _Found:
     return _Found(config, dict(sorted(sources.items())), vocab_size)
 
 
-def _check_dtypes(folder: Path, sources: Mapping[str, _Source]) -> None:
-    """All tensors have one dtype. The confidence head may be float32: it is evaluated in it anyway."""
+def _check_dtypes(folder: Path, sources: Mapping[str, _Source], fixed: Mapping[str, frozenset[str]]) -> None:
+    """Tensors that are not `fixed` have one dtype between them; the others have one of theirs."""
+    free = [source.dtype for name, source in sources.items() if name not in fixed and source.dtype in COMMON_DTYPES]
+    common = Counter(free).most_common(1)[0][0] if free else COMMON_DTYPES[0]
     for name, source in sources.items():
-        if source.dtype not in DTYPES:
-            raise CheckpointError(f"{folder}: {name} is {source.dtype}; supported: {', '.join(DTYPES)}")
-    usual = Counter(source.dtype for source in sources.values()).most_common(1)[0][0]
-    for name, source in sources.items():
-        if source.dtype != usual and not (name.startswith("confidence_head.") and source.dtype == "F32"):
-            raise CheckpointError(f"{folder}: {name} is {source.dtype}, but the other tensors are {usual}")
+        allowed = {common if dtype == COMMON else dtype for dtype in fixed.get(name, {COMMON})}
+        if source.dtype in allowed:
+            continue
+        if name in fixed or source.dtype not in COMMON_DTYPES:
+            supported = sorted(allowed) if name in fixed else COMMON_DTYPES
+            raise CheckpointError(f"{folder}: {name} is {source.dtype}; supported: {', '.join(supported)}")
+        raise CheckpointError(f"{folder}: {name} is {source.dtype}, but the other tensors are {common}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The target's checkpoint folder: its vocabulary, and the two tensors that it may lend."""
+    """The target's checkpoint folder: its vocabulary, and the tensors that it may lend."""
 
     folder: Path
     vocab_size: int
@@ -209,7 +215,7 @@ class _Target:
         except CheckpointError as error:
             raise CheckpointError(f"target {folder}: {error}") from error
 
-    def lend(self, config: Qwen3DSparkConfig, lacking: list[str], stack: ExitStack) -> dict[str, _Source]:
+    def lend(self, config: DrafterConfig, lacking: list[str], stack: ExitStack) -> dict[str, _Source]:
         """The tensors named in `lacking`, by the drafter's names. Only the files that hold them are opened."""
         if config.vocab_size > self.vocab_size:
             raise CheckpointError(
@@ -221,15 +227,18 @@ class _Target:
                 f"the drafter's vocabulary is {config.vocab_size} (drafting {config.draft_vocab_size}), the target's in "
                 f"{self.folder} is {self.vocab_size}: an lm_head can only be lent between equal vocabularies"
             )
-        names = {
-            name: SHARED[EMBEDDING] if name == LM_HEAD and self.ties_embeddings else SHARED[name] for name in lacking
-        }
-        files = stack.enter_context(TensorFiles(self.folder, frozenset(names.values())))
+        lent = config.lent_names()
+        names = {name: lent[EMBEDDING] if name == LM_HEAD and self.ties_embeddings else lent[name] for name in lacking}
+        wanted = frozenset(itertools.chain(*names.values()))
+        files = stack.enter_context(TensorFiles(self.folder, wanted.__contains__))
         shapes = config.tensor_shapes()
         sources = {}
-        for name, theirs in names.items():
-            if theirs not in files.names():
-                raise CheckpointError(f"target {self.folder} has no {theirs}, which is to be the drafter's {name}")
+        for name, possible in names.items():
+            theirs = next((one for one in possible if one in files.names()), None)
+            if theirs is None:
+                raise CheckpointError(
+                    f"target {self.folder} has no {' or '.join(possible)}, which is to be the drafter's {name}"
+                )
             shape, dtype = files.describe(theirs)
             rows, width = shapes[name]
             # A target's tables may be padded to more rows than its vocabulary; the rest is never an id.
@@ -238,8 +247,10 @@ class _Target:
                     f"target {self.folder}: {theirs} has shape {list(shape)}; the drafter's {name} needs "
                     f"{rows} rows or more of {width}"
                 )
-            if dtype not in DTYPES:
-                raise CheckpointError(f"target {self.folder}: {theirs} is {dtype}; supported: {', '.join(DTYPES)}")
+            if dtype not in COMMON_DTYPES:
+                raise CheckpointError(
+                    f"target {self.folder}: {theirs} is {dtype}; supported: {', '.join(COMMON_DTYPES)}"
+                )
             sources[name] = _Source(files, theirs, (rows, width), dtype)
         return sources
 
@@ -256,7 +267,7 @@ def _walk(found: _Found, progress: Progress, keep: Callable[[str, Tensor], None]
         source = found.sources[name]
         tensor = source.read()
         digests = [drafter]
-        if name.startswith(MARKOV_PREFIX):
+        if found.config.is_markov(name):
             has_markov = True
             digests.append(markov)
         head = _prefixed(name.encode()) + _prefixed(source.dtype.encode()) + struct.pack("<I", len(source.shape))

@@ -8,14 +8,19 @@ without AVX-512 towards zero; those differences of one bf16 step are not followe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farspark.worker.models.heads import ConfidenceHead, VanillaMarkov
+from farspark.worker.models.heads import ConfidenceHead, MarkovHead
+from farspark.worker.models.hyper_connections import HyperConnection, Mixes, collapse, spread
+
+if TYPE_CHECKING:
+    from farspark.worker.models.experts import RoutedExperts
 
 VOCABULARY_BLOCK = 256
 
@@ -31,6 +36,8 @@ class Arithmetic:
 
     dtype: torch.dtype
     carrier: torch.dtype
+    # Makes routed experts of packed fp4 weights; None: they are decoded.
+    packed_experts: ClassVar[Callable[..., RoutedExperts] | None] = None
 
     def round(self, x: Tensor) -> Tensor:
         """`x` rounded to `dtype`, in `carrier`."""
@@ -64,6 +71,12 @@ class Arithmetic:
         normed = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
         return self.round(self.round(normed) * weight)
 
+    def wide_rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """`rms_norm` with the product in float32 too: rounded once, at the end. `weight` None: all ones."""
+        x = x.float()
+        normed = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+        return self.round(normed if weight is None else normed * weight.float())
+
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(RMSNorm(x + residual), x + residual); the norm sees the sum before it is rounded, as vLLM's fused kernels do."""
         total = x.float() + residual.float()
@@ -78,18 +91,97 @@ class Arithmetic:
         first, second = wide[..., ::2], wide[..., 1::2]
         return self.round(torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2))
 
+    def norm_rotate(self, x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, *, is_neox: bool) -> Tensor:
+        """A norm per head, then RoPE: x [A, T, heads, d], weight [d]."""
+        return self.rotate(self.rms_norm(x, weight, eps), cos, sin, is_neox=is_neox)
+
+    def norm_rotate_keys(
+        self, keys_values: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, *, is_neox: bool
+    ) -> Tensor:
+        """The keys of [A, T, 2, kv heads, d] normed and rotated, the values as they are. `weight` [d], or [A, d]."""
+        weight = weight if weight.dim() == 1 else weight[:, None, None, :]
+        keys = self.norm_rotate(keys_values[:, :, 0], weight, eps, cos, sin, is_neox=is_neox)
+        return torch.stack((keys, keys_values[:, :, 1]), dim=2)
+
+    def attend(
+        self,
+        context: BlockContext,
+        layer: int,
+        query: Tensor,
+        key_value: Tensor,
+        scale: float,
+        seen: Tensor | None = None,
+    ) -> Tensor:
+        """Softmax attention of every block position over {visible context} and {its own block}, for keys and values.
+
+        `query` [B, Q, heads, d] and `key_value` [B, Q, 2, kv heads, d] are rotated already; the answer is [B, Q, heads * d],
+        not rounded. `seen` bool [Q, K + Q]: what of it each position sees besides being visible; None: everything.
+        """
+        if context.fused is not None and seen is None:
+            return context.fused(layer, query, key_value, scale)
+        batch, length, heads, dim = query.shape
+        held = context.gather(layer, key_value)
+        kv_heads = held.shape[3]
+        keys, values = held[:, :, 0].transpose(1, 2), held[:, :, 1].transpose(1, 2)  # [B, kv heads, keys, d]
+        # Queries that share a key head are folded into one longer run of queries: no key is repeated.
+        group = heads // kv_heads
+        folded = query.view(batch, length, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+        folded = folded.reshape(batch, kv_heads, group * length, dim)
+        bias = context.bias.expand(-1, 1, group * length, -1)
+        if seen is not None:
+            bias = bias.masked_fill(~seen.repeat(group, 1), float("-inf"))
+        attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=scale)
+        attended = attended.view(batch, kv_heads, group, length, dim).permute(0, 3, 1, 2, 4)
+        return attended.reshape(batch, length, heads * dim)
+
+    def mixes(self, connection: HyperConnection, stream: Tensor) -> Mixes:
+        """Of one sublayer: stream [..., copies, D]."""
+        return connection(stream)
+
+    def collapse(self, stream: Tensor, pre: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        """Σ_i pre_i h_i of [..., copies, D] and float32 [..., copies]; with `weight` [D] its `wide_rms_norm`: [..., D]."""
+        collapsed = self.round(collapse(stream, pre))
+        return collapsed if weight is None else self.wide_rms_norm(collapsed, weight, eps)
+
+    def spread(self, output: Tensor, stream: Tensor, mixes: Mixes) -> Tensor:
+        """[..., D] and [..., copies, D] -> the stream behind the sublayer."""
+        return self.round(spread(output, stream, mixes))
+
+    def greedy_chain(
+        self, base: Tensor, anchors: Tensor, markov: MarkovHead | None
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """The whole sequential stage at once, as `fused.greedy_chain`; None where there is no kernel for this head."""
+        return None
+
     def silu_times(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.round(self.round(F.silu(gate)) * up)
 
 
 class BlockContext(Protocol):
-    """What a block attends to: the context that is held for each request of the batch, and the block itself."""
+    """What a block attends to: the context that is held for each request of the batch, and the block itself.
 
-    def attend(self, layer: int, query: Tensor, key_value: Tensor, scale: float) -> Tensor:
-        """Softmax attention of every block position over {visible context} and {all positions of its own block}.
+    B requests, Q block positions, K context positions; an entry is what the model keeps per position and layer.
+    `fused`: the whole attention over keys and values where the device has one: (layer, query, key_value, scale), as
+    `Arithmetic.attend`.
+    """
 
-        `query` [B, N, heads, d] and `key_value` [B, N, 2, kv heads, d] are rotated already and in the carrier dtype;
-        the answer is [B, N, heads * d], not rounded. `key_value` is of this block only and is not kept.
+    @property
+    def fused(self) -> Callable[[int, Tensor, Tensor, float], Tensor] | None: ...
+
+    @property
+    def visible(self) -> int:
+        """K"""
+        ...
+
+    @property
+    def bias(self) -> Tensor:
+        """[B, 1, 1, K + Q] in the store's dtype: 0 where an entry is visible, -inf elsewhere. The block is visible always."""
+        ...
+
+    def gather(self, layer: int, own: Tensor) -> Tensor:
+        """[B, K + Q, *entry]: the context's entries of `layer`, oldest first, then the block's `own` [B, Q, *entry].
+
+        Context position K - j is j in front of the anchor. Entries that are not visible are zeros. `own` is not kept.
         """
         ...
 
@@ -100,18 +192,46 @@ class DraftModel(Protocol):
     All tensors are in the arithmetic's carrier dtype unless said otherwise.
     """
 
-    arithmetic: Arithmetic
-    markov: VanillaMarkov | None
-    confidence: ConfidenceHead | None
+    @property
+    def arithmetic(self) -> Arithmetic: ...
+
+    @property
+    def context_layers(self) -> int:
+        """Layers that keep entries of their own."""
+        ...
+
+    @property
+    def context_entry(self) -> tuple[int, ...]:
+        """Shape of what one position takes in one layer."""
+        ...
+
+    @property
+    def markov(self) -> MarkovHead | None: ...
+
+    @property
+    def confidence(self) -> ConfidenceHead | None: ...
+
+    @property
+    def to_target(self) -> Tensor | None:
+        """int64 [drafted vocabulary]: the target's id of each row of the logits; None: the same."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights as held."""
+        ...
 
     def project_context(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Keys (rotated) and values of context rows: [M, taps * tap], positions int64 [M] -> [layers, M, 2, kv heads, d]."""
+        """What is kept of context rows: [M, taps * tap], positions int64 [M] -> [layers, M, *entry]."""
         ...
 
     def block(self, tokens: Tensor, positions: Tensor, context: BlockContext) -> Tensor:
-        """Hidden states of a block for the heads: tokens and positions int64 [B, N] -> [B, N, hidden]."""
+        """What the heads read of a block: tokens and positions int64 [B, Q] -> [B, Q, hidden]."""
         ...
 
     def base_logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] -> [..., vocabulary]: the logits before the Markov bias."""
+        """Of what `block` gave, [..., hidden] -> [..., drafted vocabulary]: the logits before the Markov bias.
+
+        In the dtype that the family keeps logits in; `markov` adds to them in the same.
+        """
         ...

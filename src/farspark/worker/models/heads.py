@@ -17,38 +17,148 @@ class Rounds(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
 
+class MarkovHead(Protocol):
+    """What is added to the logits of a position for the token in front of it, anchor included, one position after the other."""
+
+    def embed(self, previous: Tensor) -> Tensor:
+        """int64 [...], the target's ids -> [..., r]: also what the confidence reads."""
+        ...
+
+    def start(self, embedded: Tensor, ignored: Tensor) -> Tensor | None:
+        """The state in front of the first position that predicts, [B, r]; None for a head without one.
+
+        `embedded` [B, r] is the anchor's, `ignored` [B, S, hidden] what the block gave for the S positions before.
+        """
+        ...
+
+    def step(
+        self, base: Tensor, hidden: Tensor, embedded: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(logits, the next state) of one position: base [B, vocabulary], hidden [B, hidden], embedded [B, r]."""
+        ...
+
+
 class VanillaMarkov:
-    """B(prev) = W2 · W1[prev]: a bias on the logits from the token before, anchor included.
+    """A `MarkovHead` with B(prev) = W2 · W1[prev].
 
     `w1` [vocabulary, r] embeds the previous token, `w2` [drafted vocabulary, r] projects; both in the carrier dtype.
     vLLM scales this bias as it scales the base logits.
     """
 
     def __init__(self, w1: Tensor, w2: Tensor, scale: float, arithmetic: Rounds) -> None:
-        self._w1 = w1
-        self._w2 = w2
-        self._scale = scale
-        self._arithmetic = arithmetic
+        self.w1 = w1
+        self.w2 = w2
+        self.scale = scale
+        self.arithmetic = arithmetic
 
     def embed(self, previous: Tensor) -> Tensor:
-        """int64 [B] -> [B, r]"""
-        return F.embedding(previous, self._w1)
+        return F.embedding(previous, self.w1)
 
-    def bias(self, embedded: Tensor) -> Tensor:
+    def start(self, embedded: Tensor, ignored: Tensor) -> Tensor | None:
+        return None
+
+    def step(
+        self, base: Tensor, hidden: Tensor, embedded: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.arithmetic.round(base + self.bias(embedded)), None
+
+    def bias(self, latent: Tensor) -> Tensor:
         """[B, r] -> [B, vocabulary]"""
-        bias = self._arithmetic.linear(embedded, self._w2)
-        return bias if self._scale == 1.0 else self._arithmetic.round(bias * self._scale)
+        bias = self.arithmetic.linear(latent, self.w2)
+        return bias if self.scale == 1.0 else self.arithmetic.round(bias * self.scale)
+
+
+class SoftCappedMarkov(VanillaMarkov):
+    """B(prev) = c · tanh(W2 · W1[prev] / c), c = `cap`: vLLM sends the bias through what it sends the base logits through."""
+
+    def __init__(self, w1: Tensor, w2: Tensor, cap: float, arithmetic: Rounds) -> None:
+        super().__init__(w1, w2, 1.0, arithmetic)
+        self.cap = cap
+
+    def bias(self, latent: Tensor) -> Tensor:
+        return soft_capped(super().bias(latent), self.cap, self.arithmetic)
+
+
+class GatedMarkov:
+    """A `MarkovHead` with B = W2 · (g ⊙ W1[prev]), g = σ(G · [h ; W1[prev]] + b); `weight` [r, hidden + r], `bias` [r].
+
+    `plain` embeds and projects.
+    """
+
+    def __init__(self, plain: VanillaMarkov, weight: Tensor, bias: Tensor) -> None:
+        self.plain = plain
+        self._weight = weight
+        self._bias = bias
+
+    def embed(self, previous: Tensor) -> Tensor:
+        return self.plain.embed(previous)
+
+    def start(self, embedded: Tensor, ignored: Tensor) -> Tensor | None:
+        return None
+
+    def step(
+        self, base: Tensor, hidden: Tensor, embedded: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        arithmetic = self.plain.arithmetic
+        gate = arithmetic.linear(torch.cat((hidden, embedded), dim=-1), self._weight, self._bias)
+        gated = arithmetic.round(arithmetic.round(torch.sigmoid(gate)) * embedded)
+        return arithmetic.round(base + self.plain.bias(gated)), None
+
+
+class RecurrentMarkov:
+    """A `MarkovHead` with B = W2 · tanh(o) and a state s that runs through the block, 0 in front of it.
+
+    (g, c, o) = J · [s ; W1[prev] ; h] + b in three parts; s ← σ(g) ⊙ s + (1 - σ(g)) ⊙ tanh(c). `weight` [3r, 2r + hidden],
+    `bias` [3r]; `plain` embeds and projects.
+    """
+
+    def __init__(self, plain: VanillaMarkov, weight: Tensor, bias: Tensor) -> None:
+        self.plain = plain
+        self._weight = weight
+        self._bias = bias
+
+    def embed(self, previous: Tensor) -> Tensor:
+        return self.plain.embed(previous)
+
+    def start(self, embedded: Tensor, ignored: Tensor) -> Tensor | None:
+        # Training runs the state through the whole block, so through the positions too that predict nothing; the token in
+        # front of them is the anchor.
+        state = torch.zeros_like(embedded)
+        for hidden in ignored.unbind(dim=1):
+            state, _ = self._advance(hidden, embedded, state)
+        return state
+
+    def step(
+        self, base: Tensor, hidden: Tensor, embedded: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert state is not None
+        state, output = self._advance(hidden, embedded, state)
+        return self.plain.arithmetic.round(base + self.plain.bias(output)), state
+
+    def _advance(self, hidden: Tensor, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """(the next state, tanh(o)), [B, r] each."""
+        arithmetic = self.plain.arithmetic
+        joint = arithmetic.linear(torch.cat((state, embedded, hidden), dim=-1), self._weight, self._bias)
+        gate, candidate, output = joint.chunk(3, dim=-1)
+        gate, candidate = arithmetic.round(torch.sigmoid(gate)), arithmetic.round(torch.tanh(candidate))
+        kept, new = arithmetic.round(gate * state), arithmetic.round(arithmetic.round(1.0 - gate) * candidate)
+        return arithmetic.round(kept + new), arithmetic.round(torch.tanh(output))
+
+
+def soft_capped(logits: Tensor, cap: float, arithmetic: Rounds) -> Tensor:
+    """cap · tanh(logits / cap), rounded after each of the three."""
+    return arithmetic.round(arithmetic.round(torch.tanh(arithmetic.round(logits / cap))) * cap)
 
 
 class ConfidenceHead:
     """c = sigmoid(w · [h ; E(prev)] + b), in float32 whatever the model's dtype: P(accepted | all before accepted).
 
-    `weight` [1, hidden (+ r)] and `bias` [1], float32.
+    `weight` [1, hidden (+ r)] and `bias` [1] (None: 0), float32.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor, *, with_markov: bool) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, with_markov: bool) -> None:
         self._weight = weight.float()
-        self._bias = bias.float()
+        self._bias = None if bias is None else bias.float()
         self._with_markov = with_markov
 
     def __call__(self, hidden: Tensor, previous_embedded: Tensor | None) -> Tensor:

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from farspark.worker.checkpoint import EMBEDDING, LM_HEAD, Qwen3DSparkConfig
 from farspark.worker.models.base import Arithmetic, BlockContext
-from farspark.worker.models.heads import ConfidenceHead, VanillaMarkov
+from farspark.worker.models.dense import (
+    inverse_frequencies,
+    rotation,
+    seen,
+    take_confidence,
+    take_markov,
+    take_target_ids,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +45,30 @@ class Qwen3DSpark:
     """A `DraftModel`. Takes its weights out of `tensors`, in the carrier dtype, so that what is merged is not held twice."""
 
     def __init__(
-        self, config: Qwen3DSparkConfig, tensors: dict[str, Tensor], vocab_size: int, arithmetic: Arithmetic
+        self,
+        config: Qwen3DSparkConfig,
+        tensors: dict[str, Tensor],
+        vocab_size: int,
+        arithmetic: Arithmetic,
+        *,
+        as_trained: bool = False,
     ) -> None:
+        """`as_trained`: layers with a window see what they saw in training, not what vLLM shows them."""
         self.arithmetic = arithmetic
+        self.context_layers = config.num_layers
+        self.context_entry: tuple[int, ...] = (2, config.num_kv_heads, config.head_dim)
+        self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._config = config
+        self._as_trained = as_trained
         rest = tensors
         self._fc = rest.pop("fc.weight")
         self._hidden_norm = rest.pop("hidden_norm.weight")
         self._norm = rest.pop("norm.weight")
         self._embedding = rest.pop(EMBEDDING)
+        self.to_target = take_target_ids(config, rest, vocab_size)
         # Rows past the true vocabulary are padding: they must never win an argmax.
-        self._lm_head = rest.pop(LM_HEAD)[:vocab_size]
-        device = self._fc.device
+        rows = vocab_size if self.to_target is None else len(self.to_target)
+        self._lm_head = rest.pop(LM_HEAD)[:rows]
         keys_values, biases, self._layers = [], [], []
         for index in range(config.num_layers):
             layer, attention = f"layers.{index}.", f"layers.{index}.self_attn."
@@ -77,25 +96,10 @@ class Qwen3DSpark:
         self._keys_values = torch.cat(keys_values)
         self._keys_values_bias = torch.cat(biases) if biases else None
         self._key_norms = torch.stack([layer.key_norm for layer in self._layers])
-        self.markov: VanillaMarkov | None = None
-        if config.markov_rank:
-            self.markov = VanillaMarkov(
-                rest.pop("markov_head.markov_w1.weight"),
-                rest.pop("markov_head.markov_w2.weight")[:vocab_size],
-                config.logit_scale,
-                arithmetic,
-            )
-        self.confidence: ConfidenceHead | None = None
-        if config.has_confidence_head:
-            self.confidence = ConfidenceHead(
-                rest.pop("confidence_head.proj.weight"),
-                rest.pop("confidence_head.proj.bias"),
-                with_markov=config.confidence_with_markov,
-            )
+        self.markov = take_markov(config, rest, rows, arithmetic, scale=config.logit_scale)
+        self.confidence = take_confidence(config, rest)
         assert not rest, f"weights without a use: {sorted(rest)}"
-        # Computed on the CPU and moved, as Hugging Face does: a device's own pow may differ in the last bit.
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self._inverse_frequency = (1.0 / config.rope_theta**exponents).to(device)
+        self._frequencies = inverse_frequencies(config.rope_theta, config.head_dim, config.head_dim, self._fc.device)
 
     def project_context(self, rows: Tensor, positions: Tensor) -> Tensor:
         config, arithmetic = self._config, self.arithmetic
@@ -104,9 +108,9 @@ class Qwen3DSpark:
         projected = arithmetic.linear(combined, self._keys_values, self._keys_values_bias)
         projected = projected.view(-1, config.num_layers, 2, config.num_kv_heads, config.head_dim).transpose(0, 1)
         cos, sin = self._rotation(positions)
-        keys = arithmetic.rms_norm(projected[:, :, 0], self._key_norms[:, None, None, :], config.rms_norm_eps)
-        keys = arithmetic.rotate(keys, cos, sin, is_neox=config.rope_is_neox)
-        return torch.stack((keys, projected[:, :, 1]), dim=2)
+        return arithmetic.norm_rotate_keys(
+            projected, self._key_norms, config.rms_norm_eps, cos, sin, is_neox=config.rope_is_neox
+        )
 
     def block(self, tokens: Tensor, positions: Tensor, context: BlockContext) -> Tensor:
         config, arithmetic = self._config, self.arithmetic
@@ -114,6 +118,7 @@ class Qwen3DSpark:
         eps, is_neox = config.rms_norm_eps, config.rope_is_neox
         scale = config.head_dim**-0.5
         cos, sin = self._rotation(positions)
+        masks = self._seen(length, context)
         layer_width = 2 * config.num_kv_heads * config.head_dim
         residual = F.embedding(tokens, self._embedding)
         normed = arithmetic.rms_norm(residual, self._layers[0].input_norm, eps)
@@ -122,16 +127,13 @@ class Qwen3DSpark:
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
             query = arithmetic.linear(normed, layer.query, layer.query_bias)
             query = query.view(batch, length, config.num_heads, config.head_dim)
-            query = arithmetic.rms_norm(query, layer.query_norm, eps)
-            query = arithmetic.rotate(query, cos, sin, is_neox=is_neox)
+            query = arithmetic.norm_rotate(query, layer.query_norm, eps, cos, sin, is_neox=is_neox)
             own = slice(index * layer_width, (index + 1) * layer_width)
             bias = None if self._keys_values_bias is None else self._keys_values_bias[own]
             projected = arithmetic.linear(normed, self._keys_values[own], bias)
             projected = projected.view(batch, length, 2, config.num_kv_heads, config.head_dim)
-            keys = arithmetic.rms_norm(projected[:, :, 0], layer.key_norm, eps)
-            keys = arithmetic.rotate(keys, cos, sin, is_neox=is_neox)
-            key_value = torch.stack((keys, projected[:, :, 1]), dim=2)
-            attended = arithmetic.round(context.attend(index, query, key_value, scale))
+            key_value = arithmetic.norm_rotate_keys(projected, layer.key_norm, eps, cos, sin, is_neox=is_neox)
+            attended = arithmetic.round(arithmetic.attend(context, index, query, key_value, scale, masks[index]))
             hidden = arithmetic.linear(attended, layer.output, layer.output_bias)
             normed, residual = arithmetic.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
             gate, up = arithmetic.linear(normed, layer.gate_up).chunk(2, dim=-1)
@@ -145,13 +147,18 @@ class Qwen3DSpark:
         return logits if scale == 1.0 else self.arithmetic.round(logits * scale)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine at `positions` [...]: float32 [..., 1, d/2], rounded to the model's dtype as vLLM's table is.
+        return rotation(positions, self._frequencies, self.arithmetic.dtype)
 
-        Computed and not looked up: a table of 1,048,576 positions would take more memory than many a drafter.
-        """
-        angles = positions.to(torch.float32).unsqueeze(-1) * self._inverse_frequency
-        rounded = self.arithmetic.dtype
-        return (
-            angles.cos().to(rounded).float().unsqueeze(-2),
-            angles.sin().to(rounded).float().unsqueeze(-2),
-        )
+    def _seen(self, block: int, context: BlockContext) -> list[Tensor | None]:
+        """Of every layer, see `dense.seen`."""
+        config, visible, device = self._config, context.visible, self._fc.device
+        kinds = []
+        for layer in range(config.num_layers):
+            window = config.windows[layer] if config.windows else 0
+            causal = config.causal[layer] if config.causal else False
+            kinds.append((window, causal and not (self._as_trained and window and config.sliding_non_causal)))
+        masks = {
+            kind: seen(block, visible, *kind, as_trained=self._as_trained, device=device)
+            for kind in dict.fromkeys(kinds)
+        }
+        return [masks[kind] for kind in kinds]

@@ -1,0 +1,375 @@
+"""The time of a draft on a GPU at published shapes, with random weights, against the time that its bytes take.
+
+For each drafter and number of requests: `floor` is the bytes that a draft reads once, over the bandwidth that the same run
+measures; `draft` is the device's own time of one replay; `parts` are the replays of its parts alone; `whole` is what a STEP
+costs the worker, from rows in host memory to drafts in host memory. `plain` is the same draft without fused kernels and
+without graphs. Run on a GPU machine from the root of the repository: `python3 bench/gpu_draft.py [--only NAME] [--json FILE]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from farspark.worker.batch import DraftBatch, DraftEntry  # noqa: E402
+from farspark.worker.checkpoint import DrafterConfig, LoadedCheckpoint  # noqa: E402
+from farspark.worker.checkpoint import qwen3 as qwen3_family  # noqa: E402
+from farspark.worker.checkpoint.deepseek import V4, V41, DeepseekV4Config  # noqa: E402
+from farspark.worker.checkpoint.keys import ConfigKeys  # noqa: E402
+from farspark.worker.device import DeviceWork, open_device, work_on  # noqa: E402
+from farspark.worker.drafter import DSparkDrafter, assemble, fitting  # noqa: E402
+from farspark.worker.graphs import DirectCalls  # noqa: E402
+from farspark.worker.models.base import Arithmetic  # noqa: E402
+
+CONTEXT = 4096
+SLOTS = 8
+ROWS_EACH = 6  # of a step: a verified anchor and up to five accepted drafts
+
+
+def qwen3(hidden: int, intermediate: int, heads: int, taps: list[int], target_layers: int) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": 5,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960,
+        "layer_types": ["full_attention"] * 5,
+        "block_size": 7,
+        "mask_token_id": 151669,
+        "target_layer_ids": taps,
+        "num_target_layers": target_layers,
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "hidden_act": "silu",
+    }
+
+
+QWEN3 = {
+    "qwen3-4b": qwen3(2560, 9728, 32, [1, 9, 17, 25, 33], 36),
+    "qwen3-8b": qwen3(4096, 12288, 32, [1, 9, 17, 25, 33], 36),
+    "qwen3-14b": qwen3(5120, 17408, 40, [1, 10, 19, 28, 37], 40),
+}
+
+
+def deepseek(kind: str, **sizes: Any) -> DeepseekV4Config:
+    common: dict[str, Any] = {
+        "stages": 3,
+        "head_dim": 512,
+        "rope_head_dim": 64,
+        "o_lora_rank": 1024,
+        "swiglu_limit": 10.0,
+        "rope_theta": 10000.0,
+        "window": 128,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "vocab_size": 129280,
+        "max_position": 1 << 20,
+        "block_size": 5,
+        "mask_token_id": 128799,
+    }
+    return DeepseekV4Config(kind=kind, **(common | sizes))
+
+
+def configs() -> dict[str, DrafterConfig]:
+    """The published shapes."""
+    return {name: qwen3_family.parse(ConfigKeys(values), frozenset()) for name, values in QWEN3.items()} | {
+        "v4.1-flash": deepseek(
+            V41,
+            hidden_size=5120,
+            moe_intermediate_size=2304,
+            num_heads=64,
+            q_lora_rank=1280,
+            o_groups=8,
+            experts=128,
+            experts_per_token=3,
+            routed_scaling_factor=1.5,
+            rms_norm_eps=1e-20,
+            fp8_block=32,
+            target_layer_ids=(37, 38, 39),
+            markov_rank=256,
+        ),
+        "v4-flash": deepseek(
+            V4,
+            hidden_size=4096,
+            moe_intermediate_size=2048,
+            num_heads=64,
+            q_lora_rank=1024,
+            o_groups=8,
+            experts=256,
+            experts_per_token=6,
+            routed_scaling_factor=1.5,
+            rms_norm_eps=1e-6,
+            fp8_block=128,
+            target_layer_ids=(40, 41, 42),
+            markov_rank=256,
+        ),
+    }
+
+
+def random_checkpoint(config: DrafterConfig, device: torch.device) -> LoadedCheckpoint:
+    torch.manual_seed(1)
+    stored = config.stored_dtypes()
+    tensors = {
+        name: random_tensor(name, shape, stored.get(name, frozenset()), device)
+        for name, shape in config.tensor_shapes().items()
+    }
+    return LoadedCheckpoint(config, tensors, bytes(32), bytes(32), config.vocab_size)
+
+
+def random_tensor(name: str, shape: tuple[int, ...], stored: frozenset[str], device: torch.device) -> torch.Tensor:
+    """Of the dtype that a checkpoint has, and of a size that keeps activations finite."""
+
+    def codes(low: int, high: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, device=device)
+
+    if "F8_E4M3" in stored:
+        return codes(0, 0x68).view(torch.float8_e4m3fn)
+    if "F8_E8M0" in stored:
+        return codes(115, 117).view(torch.float8_e8m0fnu)
+    if "I8" in stored:
+        return codes(0, 255).view(torch.int8)
+    one = torch.ones(shape, dtype=torch.bfloat16, device=device)
+    if not name.endswith("norm.weight"):
+        one.normal_(std=0.5 if "embed" in name or "markov" in name else shape[-1] ** -0.5)
+    is_float32 = name.startswith("confidence_head.") or ".hc_" in name or name.endswith(("attn_sink", "gate.bias"))
+    return one.float() if is_float32 else one
+
+
+def bytes_read(config: DrafterConfig, requests: int, visible: int) -> int:
+    """Of one draft without its append: every weight of the block and the head once, as held; the Markov projection once a
+    position; what the requests' tokens are expected to need of the experts; the context of every request."""
+    total, per_expert = 0.0, 0
+    for name, shape in config.tensor_shapes().items():
+        values = int(np.prod(shape))
+        if ".experts." in name:
+            # Packed fp4 and its scales, a byte each as stored.
+            per_expert += values if ".experts.0." in name else 0
+        elif "embed" not in name and not name.startswith(("fc.", "hidden_norm")) and "main_" not in name:
+            is_projection = name.endswith(("markov_w2.weight", "markov_head.head.weight"))
+            is_lookup = name.endswith("markov_w1.weight")
+            is_scale = name.endswith(".scale") and "hc_" not in name
+            size = 0 if is_lookup or is_scale else values * 2
+            total += size * config.max_drafts if is_projection else size
+    if isinstance(config, DeepseekV4Config):
+        tokens = requests * config.block_size
+        used = config.experts * (1 - (1 - config.experts_per_token / config.experts) ** tokens)
+        total += used * per_expert
+        return int(total + requests * min(visible, config.window) * config.stages * config.head_dim * 2)
+    return int(total + requests * visible * 5 * 2 * 8 * 128 * 2)
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second that the device reads: a sum over 8 GiB."""
+    data = torch.zeros(1 << 32, dtype=torch.bfloat16, device=device).view(torch.int32)
+    best = min(timed(lambda: torch.sum(data, dtype=torch.int64), 5))
+    copied = torch.empty_like(data)
+    copying = min(timed(lambda: copied.copy_(data), 5))
+    return max(data.nbytes / best, 2 * data.nbytes / copying) * 1e6
+
+
+def timed(work: Callable[[], object], count: int) -> list[float]:
+    """Microseconds on the device, each run by itself."""
+    found = []
+    event: Any = torch.cuda.Event
+    for _ in range(count + 2):
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) * 1000)
+    return found[2:]
+
+
+class Steps:
+    """Rounds of `requests` requests that have `visible` positions behind them."""
+
+    def __init__(self, drafter: DSparkDrafter, requests: int, visible: int) -> None:
+        self.drafter = drafter
+        self.requests = requests
+        self.at = visible
+        self.rows = np.random.default_rng(0).integers(
+            0x3C00, 0x3F80, (requests * ROWS_EACH, drafter.info.row_bytes // 2), dtype=np.uint16
+        )
+
+    def batch(self) -> DraftBatch:
+        entries = [
+            DraftEntry(
+                slot=slot,
+                reset=False,
+                first_pos=self.at,
+                n_rows=ROWS_EACH,
+                anchor_token=17 + slot,
+                visible_from=0,
+                need_draft=True,
+                n_out=self.drafter.info.num_drafts,
+            )
+            for slot in range(self.requests)
+        ]
+        return DraftBatch(entries, self.rows.reshape(-1).data.cast("B"), want_margins=False)
+
+    def wall_us(self, count: int) -> float:
+        batch, found = self.batch(), []
+        for _ in range(count + 3):
+            start = time.perf_counter_ns()
+            self.drafter.draft(batch)
+            found.append((time.perf_counter_ns() - start) / 1000)
+        return statistics.median(found[3:])
+
+
+def host_numbers(steps: Steps) -> torch.Tensor:
+    at = steps.at + ROWS_EACH
+    lowest = max(0, at - steps.drafter.info.context)
+    numbers = [[slot, at, lowest, 17 + slot] for slot in range(steps.requests)]
+    return torch.tensor(numbers, dtype=torch.int64).T.contiguous()
+
+
+def measure(drafter: DSparkDrafter, requests: int, visible: int) -> dict[str, float]:
+    """Microseconds of the whole and of its parts, each as one replay."""
+    steps = Steps(drafter, requests, visible)
+    found = {"whole_us": steps.wall_us(30)}
+    bound = fitting(drafter._shapes.contexts, min(drafter.info.context, visible + ROWS_EACH))
+    device, model = drafter._device, drafter._model
+    numbers = host_numbers(steps).to(device)
+    taps = torch.from_numpy(steps.rows.view(np.int16)).view(torch.bfloat16).to(device)
+    count = fitting(drafter._shapes.rows, len(taps))
+    taps = torch.cat((taps, taps.new_zeros(count - len(taps), taps.shape[1])))
+    where = torch.full((2, count), drafter._store.scratch_row, dtype=torch.int64, device=device)
+    forward = functools.partial(drafter._forward, numbers, bound, drafter._shapes.steps[-1], False)
+    block = forward()[1]
+    view = drafter._store.view(numbers[0], numbers[1], numbers[2], bound, len(drafter._block))
+    tokens = torch.full((requests, len(drafter._block)), 5, dtype=torch.int64, device=device)
+    positions = numbers[1].unsqueeze(1) + drafter._block
+    parts: dict[str, Callable[[], object]] = {
+        "draft_us": forward,
+        "append_us": lambda: drafter._write(taps, where),
+        "block_us": lambda: model.block(tokens, positions, view),
+        "head_us": lambda: model.base_logits(block.hidden),
+        "chain_us": lambda: model.arithmetic.greedy_chain(block.base, numbers[3], model.markov),
+    }
+    for name, work in parts.items():
+        replay = captured(work)
+        found[name] = statistics.median(timed(replay, 20))
+    return found
+
+
+def captured(work: Callable[[], object]) -> Callable[[], object]:
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def report(name: str, device: torch.device, rate: float) -> list[dict[str, Any]]:
+    lines = []
+    loaded = random_checkpoint(configs()[name], device)
+    config = loaded.config
+    drafter = assemble(
+        LoadedCheckpoint(config, dict(loaded.tensors), bytes(32), bytes(32), loaded.vocab_size),
+        device,
+        work_on(device, torch.bfloat16),
+        SLOTS,
+        CONTEXT,
+    )
+    began = time.perf_counter()
+    drafter.warm_up(lambda what, done, total: None)
+    warm_up_s = time.perf_counter() - began
+    memory = torch.cuda.memory_allocated(device)
+    for visible in (500, 4000) if drafter.info.context == CONTEXT else (500,):
+        for requests in (1, 2, 4, 8):
+            with torch.inference_mode():
+                found = measure(drafter, requests, visible)
+            size = bytes_read(config, requests, visible + ROWS_EACH)
+            floor = size / rate * 1e6
+            parts = found["block_us"] + found["head_us"] + found["chain_us"]
+            line = {
+                "drafter": name,
+                "requests": requests,
+                "visible": visible,
+                "bytes": size,
+                "floor_us": floor,
+                **found,
+                "draft/floor": found["draft_us"] / floor,
+                "draft/parts": found["draft_us"] / parts,
+                "memory_bytes": memory,
+                "warm_up_s": warm_up_s,
+            }
+            lines.append(line)
+            print(
+                f"{name} {requests} requests, {visible} visible: floor {floor:.0f}, draft {found['draft_us']:.0f} "
+                f"({line['draft/floor']:.2f} floors; {line['draft/parts']:.2f} of block {found['block_us']:.0f} + head "
+                f"{found['head_us']:.0f} + chain {found['chain_us']:.0f}), append {found['append_us']:.0f}, whole step "
+                f"{found['whole_us']:.0f} us",
+                flush=True,
+            )
+    print(f"{name}: {memory / 2**30:.2f} GiB allocated, warm-up {warm_up_s:.1f} s", flush=True)
+    del drafter
+    torch.cuda.empty_cache()
+    plain = assemble(
+        LoadedCheckpoint(config, dict(loaded.tensors), bytes(32), bytes(32), loaded.vocab_size),
+        device,
+        DeviceWork(Arithmetic(torch.bfloat16, torch.bfloat16), DirectCalls(device), None),
+        SLOTS,
+        CONTEXT,
+    )
+    for requests in (1, 4):
+        line = next(line for line in lines if line["requests"] == requests)
+        line["plain_whole_us"] = Steps(plain, requests, 500).wall_us(10)
+        print(f"{name} {requests} requests without kernels and graphs: {line['plain_whole_us']:.0f} us", flush=True)
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--only", choices=list(configs()), action="append", help="this drafter; may be repeated")
+    parser.add_argument("--json", type=Path, help="write the report here too")
+    arguments = parser.parse_args()
+    device = open_device("cuda")
+    rate = bandwidth(device)
+    torch.cuda.empty_cache()
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}: {rate / 1e12:.2f} TB/s", flush=True)
+    lines = []
+    for name in arguments.only or configs():
+        lines += report(name, device, rate)
+    if arguments.json:
+        facts = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "host": platform.machine()}
+        arguments.json.write_text(
+            json.dumps({**facts, "bytes_per_s": rate, "lines": lines}, indent=1), encoding="utf-8"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
