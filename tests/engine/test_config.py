@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farspark.engine.config import EngineConfig, KeepCachedBlocks, Policy, read_config
+from farspark.engine.config import AsyncProxy, EngineConfig, KeepCachedBlocks, Policy, read_config
 from farspark.engine.depth import OFF, Costs, DepthPolicy, Mode
 from farspark.errors import ConfigError
 
@@ -59,6 +59,9 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         ("TIMEOUT_MS", "inf", "1 or more"),
         ("CONNECT_TIMEOUT_MS", "0", "1 or more"),
         ("BACKOFF_MS", "0", "1 or more"),
+        ("SPIN_US", "-1", "whole microseconds, 0 to 1000000"),
+        ("SPIN_US", "1.5", "whole microseconds, 0 to 1000000"),
+        ("SPIN_US", "1000001", "whole microseconds, 0 to 1000000"),
         ("TRIP", "-1", "0 = off"),
         ("COOLDOWN", "0", "1 or more"),
         ("STRICT_START", "maybe", "1/true/on/yes"),
@@ -79,6 +82,14 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
         ("ROUND_MS", "8,0", "finite number of milliseconds above 0"),
         ("ROUND_MS", "8,inf", "finite number of milliseconds above 0"),
         ("ROUND_MS", "8,7", "7 follows 8; verifying more never takes less time"),
+        ("ASYNC", "2", "1/true/on/yes"),
+        ("ASYNC_PROXY", "fork", "thread or process"),
+        ("ASYNC_NAP_US", "-1", "microseconds, 0 = never sleep"),
+        ("ASYNC_SPIN_US", "nan", "microseconds, 0 or more"),
+        ("ASYNC_WATCHDOG_MS", "-5", "0 = four times the round's timeout"),
+        ("ASYNC_RESPAWNS", "1.5", "a whole number of processes"),
+        ("ASYNC_RESPAWN_RESET_S", "-1", "seconds, 0 = never"),
+        ("SWITCH_INTERVAL_US", "inf", "0 = leave the interpreter's"),
         ("N_OUT", "5", "auto, or 0"),
         ("N_OUT", "1", "auto, or 0"),
     ],
@@ -146,6 +157,53 @@ def test_the_mtp_buffer_is_reclaimed_unless_that_is_switched_off() -> None:
     assert not read(POLICY="capacity", RECLAIM_MTP="off").reclaims_mtp_buffer
 
 
+def test_rounds_are_synchronous_unless_asked_for() -> None:
+    assert read(POLICY="capacity").asynchronous is None
+    assert read(POLICY="capacity", ASYNC_PROXY="process").asynchronous is None
+
+
+def test_asynchronous_rounds_have_the_documented_defaults() -> None:
+    settings = read(POLICY="capacity", ASYNC="1").asynchronous
+    assert settings is not None
+    assert settings.proxy is AsyncProxy.THREAD
+    assert (settings.nap_us, settings.spin_us, settings.switch_interval_us) == (0, 1000, 500)
+    assert (settings.respawns, settings.respawn_reset_s) == (3, 3600)
+    assert settings.watchdog_s == 0.2
+    assert settings.library is None
+    assert not settings.loads_modules_eagerly
+
+
+@pytest.mark.parametrize(
+    ("timeout", "watchdog", "seconds"), [("50", "", 0.2), ("80", "0", 0.32), ("20", "", 0.2), ("50", "75", 0.075)]
+)
+def test_the_watchdog_is_four_timeouts_unless_it_is_set(timeout: str, watchdog: str, seconds: float) -> None:
+    settings = read(POLICY="capacity", ASYNC="1", TIMEOUT_MS=timeout, ASYNC_WATCHDOG_MS=watchdog).asynchronous
+    assert settings is not None
+    assert settings.watchdog_s == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"POLICY": "shadow"}, "ASYNC=1 needs .*POLICY=capacity, which is shadow here"),
+        ({"POLICY": "resilience"}, "which is resilience here"),
+        ({"POLICY": "capacity", "ON_FAIL": "raise"}, "contradicts .*ON_FAIL=raise: the host never waits"),
+        ({"POLICY": "capacity", "ASYNC_WATCHDOG_MS": "50"}, "WATCHDOG_MS=50 is not above .*TIMEOUT_MS=50"),
+        ({"POLICY": "capacity", "HOSTFLAG_LIB": "/no/such.so"}, "HOSTFLAG_LIB='/no/such.so': no such file"),
+    ],
+)
+def test_asynchronous_rounds_that_cannot_be_are_refused(settings: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read(ASYNC="1", **settings)
+
+
+def test_lazy_load_whether_modules_are_loaded_eagerly_is_known() -> None:
+    config = read_config(BASE | {f"{R}_POLICY": "capacity", f"{R}_ASYNC": "on", "CUDA_MODULE_LOADING": "eager"})
+    assert config is not None
+    assert config.asynchronous is not None
+    assert config.asynchronous.loads_modules_eagerly
+
+
 def test_a_backoff_that_would_shrink_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"BACKOFF_MAX_MS=10 is below .*BACKOFF_MS=20"):
         read(BACKOFF_MS="20", BACKOFF_MAX_MS="10")
@@ -165,6 +223,16 @@ def test_bind_fills_in_and_may_not_contradict() -> None:
     assert read(BIND="10.0.0.1").endpoints[0].bind == "10.0.0.1"
     with pytest.raises(ConfigError, match="contradicts"):
         read_config(BASE | {R: "tcp://10.0.0.2:1?bind=10.0.0.3", f"{R}_BIND": "10.0.0.1"})
+
+
+def test_the_time_to_spin_is_set_for_all_endpoints_and_may_not_contradict_one() -> None:
+    assert read().endpoints[0].spin_us is None
+    both = read_config(BASE | {R: "tcp://a:1,tcp://b:2?spin_us=300", f"{R}_SPIN_US": "300"})
+    assert both is not None
+    assert [one.spin_us for one in both.endpoints] == [300, 300]
+    assert read(SPIN_US="0").endpoints[0].spin_us == 0
+    with pytest.raises(ConfigError, match=rf"{R}_SPIN_US=0 contradicts \?spin_us=300 of tcp://b:2"):
+        read_config(BASE | {R: "tcp://a:1,tcp://b:2?spin_us=300", f"{R}_SPIN_US": "0"})
 
 
 def test_several_endpoints_keep_their_order() -> None:
@@ -361,3 +429,16 @@ def test_a_bad_token_file_names_the_variable_the_path_and_the_remedy(
 def test_a_token_file_that_is_not_there_names_the_variable(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^{R}_TOKEN_FILE='.*none': cannot be read \(No such file"):
         read(TOKEN_FILE=str(tmp_path / "none"))
+
+
+def test_the_directory_of_ucx_holds_for_endpoints_over_ucx_only(tmp_path: Path) -> None:
+    (tmp_path / "libucp.so.0").touch()
+    config = read_config(BASE | {R: "ucx://a:1,tcp://b:2,o1rdma://c:3", f"{R}_UCX_DIR": str(tmp_path)})
+    assert config is not None
+    endpoints = config.endpoints
+    assert [endpoint.ucx_dir for endpoint in endpoints] == [str(tmp_path), "", str(tmp_path)]
+    with pytest.raises(ConfigError, match=rf"{R}_UCX_DIR='{tmp_path}' contradicts \?ucx_dir=/opt/ucx of ucx://a:1"):
+        read_config(BASE | {R: "ucx://a:1?ucx_dir=/opt/ucx", f"{R}_UCX_DIR": str(tmp_path)})
+    for wrong in (f"{tmp_path}/absent", "lib"):
+        with pytest.raises(ConfigError, match=rf"{R}_UCX_DIR='{wrong}': expected an absolute path"):
+            read_config(BASE | {R: "ucx://a:1", f"{R}_UCX_DIR": wrong})

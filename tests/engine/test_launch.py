@@ -167,9 +167,21 @@ def test_without_an_endpoint_the_explanation_says_that_farspark_is_inert() -> No
     assert origins(launch(f"{R}=\n"))[R] == ("not set: Farspark is inert", "x.env:1")
 
 
+def test_the_pipelines_transport_is_explained_with_an_endpoint_or_without() -> None:
+    pp = "VLLM_DSPARK_PP_TRANSPORT"
+    assert origins(launch(f"{pp}=1\n")) == {R: ("not set: nothing is remote", "default"), pp: ("1", "x.env:1")}
+    from_environment = launch("A=1\n", VLLM_WEDGE_AB_CAP_CONCURRENT="1")
+    assert origins(from_environment)["VLLM_WEDGE_AB_CAP_CONCURRENT"] == ("1", "environment")
+    with pytest.raises(ConfigError, match=rf"^x\.env:1: {pp}='si': expected 1/true"):
+        launch(f"{pp}=si\n")
+    with pytest.raises(ConfigError, match=r"keeps vLLM from loading Farspark, and VLLM_DSPARK_PP_… would be ignored"):
+        refuse_unloadable(launch(f"{pp}=1\nVLLM_PLUGINS=other\n"))
+
+
 def test_the_shipped_configs_are_those_that_the_settings_allow_today() -> None:
     assert [path.stem for path in CONFIGS] == [
         "A-local",
+        "C-capacity-async",
         "C-capacity-nodrop",
         "C-capacity",
         "C-resilience",
@@ -195,6 +207,7 @@ def test_a_shipped_config_is_valid_says_what_it_is_for_and_explains_every_line(p
         "C-shadow": Policy.SHADOW,
         "C-shadow-remote": Policy.SHADOW,
         "C-capacity": Policy.CAPACITY,
+        "C-capacity-async": Policy.CAPACITY,
         "C-capacity-nodrop": Policy.CAPACITY,
         "C-resilience": Policy.RESILIENCE,
     }
@@ -203,5 +216,8 @@ def test_a_shipped_config_is_valid_says_what_it_is_for_and_explains_every_line(p
         assert made.config.identity.hex() == IDENTITY
         keeps = KeepCachedBlocks.ALWAYS if path.stem == "C-capacity-nodrop" else KeepCachedBlocks.AUTO
         assert made.config.keep_cached_blocks is keeps
+        asynchronous = made.config.asynchronous
+        assert (asynchronous is not None) is (path.stem == "C-capacity-async")
+        assert asynchronous is None or asynchronous.loads_modules_eagerly
         with pytest.raises(ConfigError, match="export FARSPARK_"):
             prepare(parse_launch(text, path.name), {})

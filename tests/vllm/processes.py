@@ -95,6 +95,7 @@ def run_engine(
     environment: Mapping[str, str] | None = None,
     on_pause: Callable[[str], str | None] | None = None,
     timeout_s: float = 420.0,
+    module: str = "tests.vllm.engine_run",
 ) -> dict[str, Any]:
     """The result of `job` (see engine_run.py) with `settings` in the environment (of the CPU engine); its stderr is in "log".
 
@@ -104,7 +105,7 @@ def run_engine(
     if environment is None:
         environment = engine_run.environment(dict(os.environ))
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.vllm.engine_run"],
+        [sys.executable, "-m", module],
         cwd=ROOT,
         env={**environment, **(settings or {})},
         stdin=subprocess.PIPE,
@@ -165,7 +166,7 @@ def _converse(
 
 
 def _tail(log: bytearray) -> str:
-    return log.decode(errors="replace")[-6000:]
+    return log.decode(errors="replace")[-30_000:]
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -33,10 +33,11 @@ from farspark.engine.depth import (
 )
 from farspark.errors import ConfigError
 from farspark.token_file import read_token
-from farspark.transport.endpoint import Endpoint, parse_endpoints
+from farspark.transport.endpoint import MAX_SPIN_US, UCX_SCHEMES, Endpoint, parse_endpoints
 
 PREFIX: Final = "VLLM_DSPARK_REMOTE"
 LOCAL_PREFIX: Final = "VLLM_DSPARK"
+PP_PREFIX: Final = "VLLM_DSPARK_PP"
 MARKOV_CACHE: Final = "VLLM_DSPARK_MARKOV_CACHE"
 TOKEN_FILE: Final = f"{PREFIX}_TOKEN_FILE"
 
@@ -87,6 +88,28 @@ class KeepCachedBlocks(enum.Enum):
     NEVER = "0"  # vLLM's own rule stands
 
 
+class AsyncProxy(enum.Enum):
+    """Where asynchronous rounds are run."""
+
+    THREAD = "thread"  # of the engine's process
+    PROCESS = "process"  # a child without torch, with an interpreter of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncSettings:
+    """How asynchronous rounds are served."""
+
+    proxy: AsyncProxy
+    nap_us: float  # between two looks for a round; 0: no sleep at all
+    spin_us: float  # looks without sleep before the first nap
+    watchdog_s: float  # a round that is pending for so long is failed
+    respawns: int  # proxy processes after the first
+    respawn_reset_s: float  # a proxy process that served so long restores the budget; 0: never
+    switch_interval_us: float  # of the GIL, thread only; 0: the interpreter's
+    library: Path | None  # of the native helper; None: packaged, cached or compiled
+    loads_modules_eagerly: bool  # CUDA_MODULE_LOADING=EAGER
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that was set, with defaults filled in. Seconds are floats, identities 32 bytes."""
@@ -120,6 +143,7 @@ class EngineConfig:
     may_cut_n_out: bool
     capture: Path | None  # None: rounds are not recorded
     capture_bytes: int  # the capture stops there
+    asynchronous: AsyncSettings | None  # None: the engine thread runs every round
 
     def context_and_ring(self, window: int | None, max_model_len: int) -> tuple[int, int]:
         """Rows the drafter may see and rows the ring holds, for a drafter with sliding `window` (None: full attention)."""
@@ -207,6 +231,13 @@ def _whole_at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
+def _spin_us(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= MAX_SPIN_US:
+        raise ValueError
+    return value
+
+
 def _digest(text: str) -> bytes:
     if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
         raise ValueError
@@ -228,6 +259,8 @@ _MS_BY_DEPTH: Final = (
 SETTINGS: Final[tuple[_Setting, ...]] = (
     _Setting("", str, "one or more endpoints"),
     _Setting("_BIND", str, "an address of this host"),
+    _Setting("_UCX_DIR", str, "the directory that has libucp.so.0"),
+    _Setting("_SPIN_US", _spin_us, f"whole microseconds, 0 to {MAX_SPIN_US}, 0 = sleep at once"),
     _Setting("_POLICY", Policy, _POLICIES, Policy.SHADOW),
     _Setting("_IDENTITY", _digest, "64 hex digits, as `farspark identity CHECKPOINT` prints them"),
     _Setting("_MARKOV_IDENTITY", _digest, "64 hex digits, as `farspark identity CHECKPOINT` prints them"),
@@ -254,6 +287,15 @@ SETTINGS: Final[tuple[_Setting, ...]] = (
     _Setting("_STATS_FILE", Path, "a path"),
     _Setting("_CAPTURE", Path, "a path in a folder that exists"),
     _Setting("_CAPTURE_MIB", _whole_at_least(1), "a whole number of MiB, 1 or more", 1024),
+    _Setting("_ASYNC", _boolean, _BOOLEAN, False),
+    _Setting("_ASYNC_PROXY", AsyncProxy, "thread or process", AsyncProxy.THREAD),
+    _Setting("_ASYNC_NAP_US", _at_least(0), "microseconds, 0 = never sleep", 0.0),
+    _Setting("_ASYNC_SPIN_US", _at_least(0), "microseconds, 0 or more", 1000.0),
+    _Setting("_ASYNC_WATCHDOG_MS", _at_least(0), "milliseconds, 0 = four times the round's timeout, 200 at least", 0.0),
+    _Setting("_ASYNC_RESPAWNS", _whole_at_least(0), "a whole number of processes, 0 or more", 3),
+    _Setting("_ASYNC_RESPAWN_RESET_S", _at_least(0), "seconds, 0 = never", 3600.0),
+    _Setting("_SWITCH_INTERVAL_US", _at_least(0), "microseconds, 0 = leave the interpreter's", 500.0),
+    _Setting("_HOSTFLAG_LIB", Path, "a path to a build of the native helper"),
 )
 
 # Settings that concern the drafts whoever makes them.
@@ -264,6 +306,65 @@ DEPTH_SETTINGS: Final[tuple[_Setting, ...]] = (
     _Setting("_ROUND_MS", parse_ms_by_depth, _MS_BY_DEPTH, prefix=LOCAL_PREFIX, explains=True),
 )
 
+# The pipeline-parallel token transport, for whichever drafter; works without an endpoint.
+PP_SETTINGS: Final[tuple[_Setting, ...]] = (
+    _Setting("_TRANSPORT", _boolean, _BOOLEAN, prefix=PP_PREFIX),
+    _Setting("_CAP", _boolean, _BOOLEAN, prefix=PP_PREFIX),
+    _Setting("_CPU", _boolean, _BOOLEAN, prefix=PP_PREFIX),
+    _Setting("_EAGER_DRAFT", _boolean, _BOOLEAN, prefix=PP_PREFIX),
+)
+PP_ALIASES: Final[Mapping[str, str]] = {
+    "_CAP": "VLLM_WEDGE_AB_CAP_CONCURRENT",
+    "_CPU": "VLLM_WEDGE_AB_PP_BROADCAST_CPU",
+    "_EAGER_DRAFT": "VLLM_WEDGE_AB_DSPARK_EAGER",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PpConfig:
+    """What was asked of the pipeline-parallel token transport."""
+
+    transport: bool  # the fixed schedule, its checks, and the repair of synchronous scheduling
+    cap: bool  # as many batches in flight as stages
+    on_cpu: bool  # the transport's broadcasts go over the host
+    eager_draft: bool  # the draft runs without CUDA graphs
+
+
+def read_pp_config(environ: Mapping[str, str] | None = None) -> PpConfig | None:
+    """The transport's settings in `environ` (this process's environment if None); None where nothing is switched on.
+
+    Raises ConfigError naming the variable, its value and what was expected.
+    """
+    environ = os.environ if environ is None else environ
+    _refuse_unknown(environ, PP_PREFIX, PP_SETTINGS)
+    values = {setting.suffix: _value_or_alias(setting, environ) for setting in PP_SETTINGS}
+    if values["_TRANSPORT"] is False and values["_CPU"]:
+        raise ConfigError(
+            f"{PP_PREFIX}_TRANSPORT=0 switches off what {PP_PREFIX}_CPU=1 is a part of; unset one of them"
+        )
+    if not any(values.values()):
+        return None
+    return PpConfig(
+        transport=bool(values["_TRANSPORT"] or values["_CPU"]),
+        cap=bool(values["_CAP"]),
+        on_cpu=bool(values["_CPU"]),
+        eager_draft=bool(values["_EAGER_DRAFT"]),
+    )
+
+
+def _value_or_alias(setting: _Setting, environ: Mapping[str, str]) -> Any:
+    value = _value(setting, environ)
+    name = PP_ALIASES.get(setting.suffix)
+    if name is None:
+        return value
+    other = _value(dataclasses.replace(setting, prefix=name, suffix=""), environ)
+    if value is not None and other is not None and value != other:
+        raise ConfigError(
+            f"{setting.name}={environ[setting.name]} contradicts {name}={environ[name]}, which is another name for it; "
+            "unset one of them"
+        )
+    return other if value is None else value
+
 
 def read_config(environ: Mapping[str, str] | None = None) -> EngineConfig | None:
     """The settings in `environ` (this process's environment if None); None where no endpoint is set: Farspark is inert.
@@ -273,7 +374,7 @@ def read_config(environ: Mapping[str, str] | None = None) -> EngineConfig | None
     environ = os.environ if environ is None else environ
     if not environ.get(PREFIX, "").strip():
         return None
-    _refuse_unknown(environ)
+    _refuse_unknown(environ, PREFIX, SETTINGS)
     values = {setting.suffix: _value(setting, environ) for setting in SETTINGS}
     depth = {setting.suffix: _value(setting, environ) for setting in DEPTH_SETTINGS}
 
@@ -314,7 +415,7 @@ def read_config(environ: Mapping[str, str] | None = None) -> EngineConfig | None
     costs = depth if is_shadow else values
     want_margin = values["_WANT_MARGIN"]
     return EngineConfig(
-        endpoints=_endpoints(values[""], values["_BIND"]),
+        endpoints=_with_ucx_dir(_endpoints(values[""], values["_BIND"], values["_SPIN_US"]), values["_UCX_DIR"]),
         policy=policy,
         identity=values["_IDENTITY"],
         markov_identity=values["_MARKOV_IDENTITY"] or _markov_cache_digest(environ),
@@ -343,6 +444,46 @@ def read_config(environ: Mapping[str, str] | None = None) -> EngineConfig | None
         may_cut_n_out=values["_N_OUT"],
         capture=capture,
         capture_bytes=values["_CAPTURE_MIB"] << 20,
+        asynchronous=_asynchronous(policy, values, environ),
+    )
+
+
+def _asynchronous(policy: Policy, values: Mapping[str, Any], environ: Mapping[str, str]) -> AsyncSettings | None:
+    """Raises ConfigError where asynchronous rounds contradict the rest, and for a watchdog that would end good rounds."""
+    if not values["_ASYNC"]:
+        return None
+    if policy is not Policy.CAPACITY:
+        raise ConfigError(
+            f"{PREFIX}_ASYNC=1 needs {PREFIX}_POLICY=capacity, which is {policy.value} here: with a local drafter the engine "
+            "waits for the remote drafts anyway; unset it, or use capacity"
+        )
+    if values["_ON_FAIL"] is OnFail.RAISE:
+        raise ConfigError(
+            f"{PREFIX}_ASYNC=1 contradicts {PREFIX}_ON_FAIL=raise: the host never waits for a round, so it cannot raise for "
+            "one; unset one of them"
+        )
+    timeout_ms, watchdog_ms = values["_TIMEOUT_MS"], values["_ASYNC_WATCHDOG_MS"]
+    if 0 < watchdog_ms <= timeout_ms:
+        raise ConfigError(
+            f"{PREFIX}_ASYNC_WATCHDOG_MS={watchdog_ms:g} is not above {PREFIX}_TIMEOUT_MS={timeout_ms:g}: it would end rounds "
+            "that are still in time; set it to 0 for four times the timeout"
+        )
+    library: Path | None = values["_HOSTFLAG_LIB"]
+    if library is not None and not library.is_file():
+        raise ConfigError(
+            f"{PREFIX}_HOSTFLAG_LIB={str(library)!r}: no such file; unset it to use the packaged build, or make one with "
+            "`python -m farspark.native FILE`"
+        )
+    return AsyncSettings(
+        proxy=values["_ASYNC_PROXY"],
+        nap_us=values["_ASYNC_NAP_US"],
+        spin_us=values["_ASYNC_SPIN_US"],
+        watchdog_s=(watchdog_ms or max(4 * timeout_ms, 200.0)) / 1000,
+        respawns=values["_ASYNC_RESPAWNS"],
+        respawn_reset_s=values["_ASYNC_RESPAWN_RESET_S"],
+        switch_interval_us=values["_SWITCH_INTERVAL_US"],
+        library=library,
+        loads_modules_eagerly=environ.get("CUDA_MODULE_LOADING", "").strip().upper() == "EAGER",
     )
 
 
@@ -382,26 +523,51 @@ def _ms_text(ms: tuple[float, ...]) -> str:
     return ",".join(f"{one:g}" for one in ms)
 
 
-def _endpoints(text: str, bind: str | None) -> tuple[Endpoint, ...]:
-    """The endpoints with `bind` filled in; an endpoint that binds otherwise contradicts it."""
+def _endpoints(text: str, bind: str | None, spin_us: int | None) -> tuple[Endpoint, ...]:
+    """The endpoints with what is set for all filled in; an endpoint that says otherwise contradicts it."""
     try:
         endpoints = parse_endpoints(text)
     except ConfigError as error:
         raise ConfigError(f"{PREFIX}={text!r}: {error}") from error
-    if bind is None:
-        return endpoints
     for endpoint in endpoints:
-        if endpoint.bind not in ("", bind):
+        if bind is not None and endpoint.bind not in ("", bind):
             raise ConfigError(
                 f"{PREFIX}_BIND={bind!r} contradicts ?bind={endpoint.bind} of {endpoint}; set only one of them"
             )
-    return tuple(dataclasses.replace(endpoint, bind=bind) for endpoint in endpoints)
+        if spin_us is not None and endpoint.spin_us not in (None, spin_us):
+            raise ConfigError(
+                f"{PREFIX}_SPIN_US={spin_us} contradicts ?spin_us={endpoint.spin_us} of {endpoint}; set only one of them"
+            )
+    if bind is not None:
+        endpoints = tuple(dataclasses.replace(endpoint, bind=bind) for endpoint in endpoints)
+    if spin_us is not None:
+        endpoints = tuple(dataclasses.replace(endpoint, spin_us=spin_us) for endpoint in endpoints)
+    return endpoints
 
 
-def _refuse_unknown(environ: Mapping[str, str]) -> None:
-    known = [setting.name for setting in SETTINGS]
+def _with_ucx_dir(endpoints: tuple[Endpoint, ...], directory: str | None) -> tuple[Endpoint, ...]:
+    """The endpoints over UCX with `directory` filled in: one process loads one UCX, so none may name another."""
+    if directory is None:
+        return endpoints
+    if not Path(directory).is_absolute() or not any(Path(directory).glob("libucp*.so*")):
+        raise ConfigError(
+            f"{PREFIX}_UCX_DIR={directory!r}: expected an absolute path of a directory that has libucp.so.0"
+        )
+    for endpoint in endpoints:
+        if endpoint.ucx_dir not in ("", directory):
+            raise ConfigError(
+                f"{PREFIX}_UCX_DIR={directory!r} contradicts ?ucx_dir={endpoint.ucx_dir} of {endpoint}; set only one of them"
+            )
+    return tuple(
+        dataclasses.replace(endpoint, ucx_dir=directory) if endpoint.scheme in UCX_SCHEMES else endpoint
+        for endpoint in endpoints
+    )
+
+
+def _refuse_unknown(environ: Mapping[str, str], prefix: str, settings: tuple[_Setting, ...]) -> None:
+    known = [setting.name for setting in settings]
     for name in sorted(environ):
-        if name.startswith(PREFIX + "_") and environ[name].strip() and name not in known:
+        if name.startswith(prefix + "_") and environ[name].strip() and name not in known:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise ConfigError(f"{name} is not a setting of this version; the nearest one is {nearest}")
 

@@ -17,10 +17,15 @@ from farspark.engine.config import (
     FULL_ATTENTION_CONTEXT,
     FULL_ATTENTION_RING,
     MARKOV_CACHE,
+    PP_ALIASES,
+    PP_PREFIX,
+    PP_SETTINGS,
     PREFIX,
     SETTINGS,
     EngineConfig,
+    PpConfig,
     read_config,
+    read_pp_config,
 )
 from farspark.errors import ConfigError
 
@@ -57,7 +62,8 @@ class Launch:
     """A launch config and an environment put together, and checked."""
 
     environ: Mapping[str, str]  # what the command is started with
-    config: EngineConfig | None  # None: no endpoint, Farspark is inert
+    config: EngineConfig | None  # None: no endpoint, nothing is remote
+    pp: PpConfig | None  # None: a pipeline's tokens go vLLM's own way
     origins: Mapping[str, str]  # by name, for everything that the file names; FILE:LINE or "environment"
     overridden: tuple[Assignment, ...]  # lines that the environment won over
 
@@ -127,10 +133,10 @@ def prepare(assignments: tuple[Assignment, ...], environ: Mapping[str, str]) -> 
             origins[assignment.name] = assignment.place
             merged[assignment.name] = _filled_in(assignment, environ)
     try:
-        config = read_config(merged)
+        config, pp = read_config(merged), read_pp_config(merged)
     except ConfigError as error:
         raise ConfigError(_with_place(str(error), origins)) from error
-    return Launch(merged, config, origins, tuple(overridden))
+    return Launch(merged, config, pp, origins, tuple(overridden))
 
 
 def _filled_in(assignment: Assignment, environ: Mapping[str, str]) -> str:
@@ -168,9 +174,10 @@ def refuse_unloadable(launch: Launch) -> None:
         )
     # vLLM splits at commas and strips nothing, and an empty list lets no plugin in.
     plugins = launch.environ.get(PLUGINS)
-    if launch.config is not None and plugins is not None and PLUGIN not in plugins.split(","):
+    asked = PREFIX if launch.config is not None else f"{PP_PREFIX}_…" if launch.pp is not None else None
+    if asked is not None and plugins is not None and PLUGIN not in plugins.split(","):
         raise ConfigError(
-            f"{PLUGINS}={plugins!r} ({_origin(launch, PLUGINS)}) keeps vLLM from loading Farspark, and {PREFIX} would be "
+            f"{PLUGINS}={plugins!r} ({_origin(launch, PLUGINS)}) keeps vLLM from loading Farspark, and {asked} would be "
             f"ignored without a word; unset it, or add {PLUGIN} to it, separated by a comma without spaces"
         )
 
@@ -187,8 +194,9 @@ def explain(launch: Launch) -> Iterator[Row]:
             else:
                 yield Row(setting.name, _default_text(setting.suffix, setting.default, launch.config), _DEFAULT)
     else:
-        yield Row(PREFIX, "not set: Farspark is inert", _origin(launch, PREFIX))
-    others = (MARKOV_CACHE, RUNNER, PLUGINS)
+        what = "Farspark is inert" if launch.pp is None else "nothing is remote"
+        yield Row(PREFIX, f"not set: {what}", _origin(launch, PREFIX))
+    others = (MARKOV_CACHE, RUNNER, PLUGINS, *(setting.name for setting in PP_SETTINGS), *PP_ALIASES.values())
     for name in dict.fromkeys([*launch.origins, *others]):
         if name not in names and name in launch.environ:
             yield Row(name, launch.environ[name], _origin(launch, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from farspark.engine.config import EngineConfig, read_config
+from farspark.engine.config import EngineConfig, Policy, read_config
+from farspark.engine.depth import parse_policy
+from farspark.engine.vllm import plugin
 from farspark.engine.vllm.plugin import refuse_unsupported
 from farspark.errors import ConfigError
 
@@ -129,7 +132,10 @@ def test_a_plain_engine_is_taken(config: EngineConfig) -> None:
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism .* start with"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "context parallelism .* start with"),
         ({"parallel_config__data_parallel_size": 2}, "data parallelism .* one engine per replica"),
-        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism .* use tensor parallelism"),
+        (
+            {"parallel_config__pipeline_parallel_size": 2},
+            "set VLLM_DSPARK_PP_TRANSPORT=1 and use the plugin .* or use tensor parallelism",
+        ),
         ({"watermark_config": object()}, "watermarking .* without a watermark config"),
         ({"speculative_config__dspark_draft_topk": 64}, "dspark_draft_topk .* leave it out"),
         (
@@ -155,3 +161,15 @@ def test_an_older_vllm_that_lacks_the_newer_settings_is_taken(config: EngineConf
     del older.watermark_config, older.num_lookahead_tokens, older.parallel_config.prefill_context_parallel_size
     del older.speculative_config.dspark_draft_topk
     refuse_unsupported(config, older)
+
+
+def test_a_pipeline_with_the_token_transport_is_taken_in_capacity(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "_carries_tokens", True)
+    pipeline = vllm_config(parallel_config__pipeline_parallel_size=2)
+    refuse_unsupported(config, pipeline)
+    with pytest.raises(ConfigError, match=r"POLICY=shadow keeps a local drafter.*POLICY=capacity"):
+        refuse_unsupported(dataclasses.replace(config, policy=Policy.SHADOW), pipeline)
+    with pytest.raises(ConfigError, match="VLLM_DSPARK_DEPTH_POLICY=fixed:2 leaves drafts out on the last stage alone"):
+        refuse_unsupported(dataclasses.replace(config, depth_policy=parse_policy("fixed:2")), pipeline)

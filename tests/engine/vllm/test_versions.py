@@ -30,11 +30,12 @@ class Text:
 def written_as(record: HookPoints) -> Text:
     """The smallest sources that `record` describes."""
     bodies: dict[str, dict[str, list[str]]] = {}
-    for name, parameters in record.signatures.items():
+    for name, parameters in {**record.signatures, **record.pp_signatures}.items():
         path, qualified = name.split("::")
         scope, _, function = qualified.rpartition(".")
         bodies.setdefault(path, {}).setdefault(scope, []).append(f"def {function}({parameters}): pass")
     attributes = "".join(f"    x = self.speculator.{name}\n" for name in sorted(record.speculator_attributes))
+    attributes += "".join(f"    x = self.pp_handler.{name}\n" for name in sorted(record.pp_handler_attributes))
     runner = bodies[versions.RUNNER].setdefault("", [])
     runner.append(f"def reads(self):\n{attributes}")
     files = {}
@@ -157,3 +158,27 @@ def test_the_command_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "_version.py").write_text("__version__ = '9.9.9'\n")
     assert versions.main([str(tmp_path)]) == 1
     assert "vLLM 9.9.9 is not one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.version)
+def test_a_pipelines_hook_points_as_recorded_pass_and_changed_ones_are_named(record: HookPoints) -> None:
+    sources = written_as(record)
+    assert versions.check_pp_hook_points(sources) is record
+    path = "v1/engine/core.py"
+    sources.files[path] = sources.files[path].replace("model_executed", "was_executed")
+    with pytest.raises(ConfigError, match=r"EngineCore.post_step\(self, was_executed\), expected .*VLLM_DSPARK_PP_"):
+        versions.check_pp_hook_points(sources)
+
+
+def test_a_use_of_the_pipelines_handler_that_is_not_recorded_is_named() -> None:
+    sources = written_as(RECORDS[-1])
+    sources.files[versions.RUNNER] += "def more(self):\n    self.pp_handler.drain()\n"
+    with pytest.raises(ConfigError, match=r"reads `pp_handler\.drain`"):
+        versions.check_pp_hook_points(sources)
+
+
+def test_a_version_without_drafters_in_pipelines_is_refused_with_those_that_have_them() -> None:
+    for record in RECORDS[1:]:
+        versions.refuse_no_drafts_in_pipeline(record)
+    with pytest.raises(ConfigError, match=r"vLLM 0\.25\.1 takes no drafter .* use vLLM 0\.32\.0, 0\.33\.0, or unset"):
+        versions.refuse_no_drafts_in_pipeline(RECORDS[0])

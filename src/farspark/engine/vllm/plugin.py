@@ -19,18 +19,49 @@ if TYPE_CHECKING:
 
 _SWITCH = "VLLM_DSPARK_REMOTE"
 _METHOD = "dspark"
+# A name that begins so asks for the pipeline's token transport, with an endpoint or without.
+_PP_SWITCHES = ("VLLM_DSPARK_PP_", "VLLM_WEDGE_AB_")
 _is_registered = False
+_carries_tokens = False  # the token transport is in this process
 
 
 def register() -> None:
     """Called by vLLM in every process: front end, engine core, workers. Raises ConfigError where Farspark was asked for
     and cannot be had."""
     global _is_registered
-    if not os.environ.get(_SWITCH, "").strip() or _is_registered:
+    if _is_registered:
+        return
+    if any(name.startswith(_PP_SWITCHES) for name in os.environ):
+        _is_registered = _install_pp()
+    if not os.environ.get(_SWITCH, "").strip():
         return
     config, record = _prepare()
     _replace_init_speculator(config, record)
     _is_registered = True
+
+
+def _install_pp() -> bool:
+    """Whether anything was switched on. Raises ConfigError for a bad setting and for a vLLM that is not known."""
+    from farspark.engine.config import read_pp_config
+    from farspark.engine.vllm.versions import (
+        check_pp_hook_points,
+        installed_sources,
+        record_for,
+        refuse_no_drafts_in_pipeline,
+    )
+
+    config = read_pp_config()
+    if config is None:
+        return False
+    sources = installed_sources()
+    refuse_no_drafts_in_pipeline(check_pp_hook_points(sources) if sources else record_for(None))
+
+    from farspark.engine.vllm.pp.install import install
+
+    global _carries_tokens
+    install(config)
+    _carries_tokens = config.transport
+    return True
 
 
 def speculator_for_overlay(vllm_config: Any, device: Any) -> Any:
@@ -40,8 +71,10 @@ def speculator_for_overlay(vllm_config: Any, device: Any) -> Any:
     The branch runs only where a speculator is built. With more than one process to an engine, the one that schedules is
     another, and what belongs there is out of reach; that is said.
     """
+    from farspark.engine.vllm.logs import log_where_vllm_logs
+
     config, record = _prepare()
-    _log_where_vllm_logs()
+    log_where_vllm_logs()
     check_cached_blocks(config, record, vllm_config)
     return _make_speculator(config, record, vllm_config, device)
 
@@ -99,18 +132,10 @@ def _refuse_old_runner() -> None:
         )
 
 
-def _log_where_vllm_logs() -> None:
-    """vLLM configures only its own logger, some time after plugins were loaded; ours speaks through the same handlers."""
-    ours, theirs = logging.getLogger("farspark"), logging.getLogger("vllm")
-    if theirs.handlers and not ours.handlers:
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
-        ours.setLevel(theirs.getEffectiveLevel())
-        ours.propagate = False
-
-
 def _replace_init_speculator(config: EngineConfig, record: HookPoints) -> None:
     import vllm.v1.worker.gpu.spec_decode as spec_decode
+
+    from farspark.engine.vllm.logs import log_where_vllm_logs
 
     original = spec_decode.init_speculator
 
@@ -122,7 +147,7 @@ def _replace_init_speculator(config: EngineConfig, record: HookPoints) -> None:
                 "farspark: %s is set, but this engine drafts with method %r; nothing is remote", _SWITCH, method
             )
             return original(vllm_config, device, *rest, **more)
-        _log_where_vllm_logs()
+        log_where_vllm_logs()
         return _make_speculator(config, record, vllm_config, device)
 
     spec_decode.init_speculator = init_speculator
@@ -163,7 +188,7 @@ def refuse_unsupported(config: EngineConfig, vllm_config: Any) -> None:
             "--decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
         ),
         (parallel.data_parallel_size > 1, "data parallelism is not built yet; start one engine per replica"),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism is not built yet; use tensor parallelism"),
+        *_pipeline_refusals(config, parallel.pipeline_parallel_size),
         (
             getattr(vllm_config, "watermark_config", None) is not None,
             "draft watermarking needs the drafter's own sampling; start without a watermark config",
@@ -192,6 +217,33 @@ def refuse_unsupported(config: EngineConfig, vllm_config: Any) -> None:
             raise ConfigError(f"{_SWITCH}: {sentence}, or start without {_SWITCH}")
 
 
+def _pipeline_refusals(config: EngineConfig, stages: int) -> list[tuple[bool, str]]:
+    """Pairs of whether it holds and what to say, for an engine of so many pipeline stages."""
+    from farspark.engine.config import PP_PREFIX, PREFIX, Policy
+    from farspark.engine.depth import OFF, POLICY
+
+    if stages == 1:
+        return []
+    return [
+        (
+            not _carries_tokens,
+            "vLLM's own way of bringing a pipeline's drafts to its first stages can hang or go wrong without a word; "
+            f"set {PP_PREFIX}_TRANSPORT=1 and use the plugin (an overlay does not reach the other stages), or use tensor "
+            "parallelism",
+        ),
+        (
+            config.policy is not Policy.CAPACITY,
+            f"{PREFIX}_POLICY={config.policy.value} keeps a local drafter, which was never tried beside a remote one in a "
+            f"pipeline; set {PREFIX}_POLICY=capacity, or use tensor parallelism",
+        ),
+        (
+            config.depth_policy != OFF or config.depth_file is not None,
+            f"{POLICY}={config.depth_policy} leaves drafts out on the last stage alone, and a pipeline's stages must agree on "
+            f"every step's tokens; set {POLICY}=off and no depth file",
+        ),
+    ]
+
+
 def _note_admissions(admissions: Any) -> None:
     from vllm.v1.worker.gpu.states import RequestState
 
@@ -207,37 +259,14 @@ def _note_admissions(admissions: Any) -> None:
 
 
 def _serve_after_warmup(remote: RemoteDrafter) -> None:
-    """Steps before the worker's warm-up has returned are vLLM's own: some of them look like any other step.
+    from farspark.engine.vllm.warmup import after_warmup
 
-    Every loaded worker class that has a warm-up of its own is wrapped, because one may call another's; the outermost
-    return counts.
-    """
-    from vllm.v1.worker.worker_base import WorkerBase
+    def serve(runner: Any) -> None:
+        _check_gates(runner, remote)
+        _act_on_depths(runner, remote)
+        remote.start_serving()
 
-    depth = 0
-
-    def wrap(worker_class: Any) -> None:
-        original = worker_class.__dict__["compile_or_warm_up_model"]
-
-        @functools.wraps(original)
-        def compile_or_warm_up_model(self: Any, *rest: Any, **more: Any) -> Any:
-            nonlocal depth
-            depth += 1
-            try:
-                result = original(self, *rest, **more)
-            finally:
-                depth -= 1
-            if depth == 0:
-                _check_gates(self.model_runner, remote)
-                _act_on_depths(self.model_runner, remote)
-                remote.start_serving()
-            return result
-
-        worker_class.compile_or_warm_up_model = compile_or_warm_up_model
-
-    for worker_class in _with_subclasses(WorkerBase):
-        if "compile_or_warm_up_model" in worker_class.__dict__:
-            wrap(worker_class)
+    after_warmup(serve)
 
 
 def _act_on_depths(runner: Any, remote: RemoteDrafter) -> None:
@@ -245,16 +274,15 @@ def _act_on_depths(runner: Any, remote: RemoteDrafter) -> None:
     from farspark.engine.vllm.depths import price_remote_round, verify_fewer
 
     config = remote.config
-    if config.policy is Policy.SHADOW:
-        return
-    verify_fewer(runner, remote, is_async=runner.vllm_config.scheduler_config.async_scheduling)
+    if config.policy is Policy.SHADOW or runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return  # a pipeline's stages verify what was scheduled, all of it
+    if config.asynchronous is None:
+        # Asynchronous rounds are not over when the next step is scheduled, on no rank: every draft is verified, or those that
+        # adaptive verification picks on the device. The settings decide, so that all ranks do the same.
+        verify_fewer(runner, remote, is_async=runner.vllm_config.scheduler_config.async_scheduling)
     adaptive = getattr(runner, "adaptive_verification", None)
     if adaptive is not None and config.depth_policy.mode.masks and config.draft_ms is not None:
         price_remote_round(adaptive, config.draft_ms)
-
-
-def _with_subclasses(root: Any) -> list[Any]:
-    return [root] + [found for child in root.__subclasses__() for found in _with_subclasses(child)]
 
 
 def _check_gates(runner: Any, remote: RemoteDrafter) -> None:

@@ -140,6 +140,13 @@ class HookPoints:
     gates: frozenset[str]  # "path::qualified name" of every test on the method
     cached_block_drop: CachedBlockDrop
     mtp_buffer: Mapping[str, BufferUse]  # "path::qualified name" of every function that touches the MTP buffer
+    pp_signatures: Mapping[str, str]  # as `signatures`: what the token transport of a pipeline wraps or stands for
+    pp_handler_attributes: frozenset[str]  # read from the runner's PPHandler
+
+    @property
+    def drafts_in_pipeline(self) -> bool:
+        """Whether this version takes a drafter in a pipeline, and brings the tapped hidden states to its last stage."""
+        return "relay_aux_hidden_states" in self.pp_handler_attributes
 
     @property
     def mtp_buffer_may_be_none(self) -> bool:
@@ -227,6 +234,63 @@ _SINCE_0_32: Final = {
     "config/speculative.py::SpeculativeConfig.use_eagle_block_drop": "self",
 }
 
+_HANDLER: Final = "v1/worker/gpu/pp_utils.py::PPHandler"
+_PP_COMMON: Final = {
+    "v1/worker/gpu/pp_utils.py::compute_need_sampled_mask": "input_batch",
+    f"{_HANDLER}.__init__": "self, max_num_reqs, num_speculative_steps, device",
+    f"{_HANDLER}.broadcast": "self, sampled_token_ids, num_sampled, num_rejected, input_batch",
+    f"{_HANDLER}.on_req_idx_freed": "self, req_idx",
+    f"{RUNNER}::GPUModelRunner.sample_tokens": "self, grammar_output",
+    f"{RUNNER}::GPUModelRunner.update_pp_decode_requests": "self",
+    "config/vllm.py::VllmConfig.max_concurrent_batches": "self",
+    "v1/engine/core.py::EngineCore.post_step": "self, model_executed",
+    "v1/core/sched/scheduler.py::Scheduler._update_after_schedule": "self, scheduler_output",
+    "v1/core/sched/scheduler.py::Scheduler.update_from_output": "self, scheduler_output, model_runner_output",
+    "v1/engine/input_processor.py::InputProcessor._validate_params": "self, params, supported_tasks",
+    "v1/worker/gpu_worker.py::Worker.execute_model": "self, scheduler_output",
+    "v1/worker/gpu_worker.py::Worker.sample_tokens": "self, grammar_output",
+    "v1/worker/worker_base.py::WorkerBase.compile_or_warm_up_model": "self",
+    f"{_SPEC_DECODE}/dflash/speculator.py::DFlashSpeculator.init_cudagraph_manager": "self, cudagraph_mode",
+    "distributed/parallel_state.py::GroupCoordinator.make_sibling_device_group": "self, group_desc=None",
+}
+_POSTPROCESS: Final = f"{RUNNER}::GPUModelRunner.postprocess_sampled"
+_POSTPROCESS_0_25: Final = "self, idx_mapping, sampled_tokens, num_sampled, num_rejected, query_start_loc=None"
+_PP_0_25: Final = _PP_COMMON | {
+    f"{_HANDLER}.receive": "self, input_batch",
+    f"{_HANDLER}.get_prev_sampled_outputs": "self",
+    _POSTPROCESS: _POSTPROCESS_0_25,
+}
+_PP_RELAY: Final = {
+    f"{_HANDLER}.configure_aux_hidden_state_relay": "self, model",
+    f"{_HANDLER}.relay_aux_hidden_states": "self, intermediate_tensors, output_intermediate_tensors",
+}
+_PP_0_32: Final = (
+    _PP_COMMON
+    | _PP_RELAY
+    | {
+        f"{_HANDLER}.receive": "self, input_batch",
+        f"{_HANDLER}.broadcast_drafts": "self, draft_tokens, input_batch",
+        f"{_HANDLER}.get_prev_sampled_outputs": "self, draft_tokens_to_update=None",
+        _POSTPROCESS: _POSTPROCESS_0_25,
+    }
+)
+_PP_0_33: Final = (
+    _PP_COMMON
+    | _PP_RELAY
+    | {
+        f"{_HANDLER}.receive": "self, input_batch, recv_drafts",
+        f"{_HANDLER}.broadcast_drafts": "self, draft_tokens",
+        f"{_HANDLER}.get_prev_sampled_outputs": "self",
+        _POSTPROCESS: f"{_POSTPROCESS_0_25}, draft_tokens=None",
+    }
+)
+_PP_ATTRIBUTES_0_25: Final = frozenset({"broadcast", "get_prev_sampled_outputs", "on_req_idx_freed", "receive"})
+_PP_ATTRIBUTES_0_32: Final = _PP_ATTRIBUTES_0_25 | {
+    "broadcast_drafts",
+    "configure_aux_hidden_state_relay",
+    "relay_aux_hidden_states",
+}
+
 RECORDS: Final[tuple[HookPoints, ...]] = (
     HookPoints(
         version="0.25.1",
@@ -260,6 +324,8 @@ RECORDS: Final[tuple[HookPoints, ...]] = (
         },
         cached_block_drop=CachedBlockDrop.BY_SCHEDULER,
         mtp_buffer=_MTP_BUFFER_0_25,
+        pp_signatures=_PP_0_25,
+        pp_handler_attributes=_PP_ATTRIBUTES_0_25,
     ),
     HookPoints(
         version="0.32.0",
@@ -275,6 +341,8 @@ RECORDS: Final[tuple[HookPoints, ...]] = (
         },
         cached_block_drop=CachedBlockDrop.BY_CONFIG,
         mtp_buffer=_MTP_BUFFER_0_32,
+        pp_signatures=_PP_0_32,
+        pp_handler_attributes=_PP_ATTRIBUTES_0_32,
     ),
     HookPoints(
         version="0.33.0",
@@ -294,6 +362,8 @@ RECORDS: Final[tuple[HookPoints, ...]] = (
         },
         cached_block_drop=CachedBlockDrop.NONE,
         mtp_buffer=_MTP_BUFFER_0_33,
+        pp_signatures=_PP_0_33,
+        pp_handler_attributes=_PP_ATTRIBUTES_0_32,
     ),
 )
 
@@ -397,18 +467,53 @@ def record_for(version: str | None) -> HookPoints:
 def check_hook_points(sources: Sources) -> HookPoints:
     """The record that `sources` fulfil, signatures and attributes. Raises ConfigError naming what differs."""
     record = record_for(version_of(sources))
-    differences = [*_signature_differences(sources, record), *_attribute_differences(sources, record)]
+    _refuse_if_any(
+        [*_signature_differences(sources, record.signatures), *_attribute_differences(sources, record)],
+        record,
+        "start without VLLM_DSPARK_REMOTE",
+    )
+    return record
+
+
+def check_pp_hook_points(sources: Sources) -> HookPoints:
+    """The record whose pipeline is as `sources` have it. Raises ConfigError naming what differs."""
+    record = record_for(version_of(sources))
+    found = _attributes_of(ast.parse(sources.read(RUNNER) or ""), "pp_handler")
+    differences = [
+        f"{RUNNER} {'reads' if name in found else 'does not read'} `pp_handler.{name}`"
+        for name in sorted(found ^ record.pp_handler_attributes)
+    ]
+    _refuse_if_any(
+        [*_signature_differences(sources, record.pp_signatures), *differences],
+        record,
+        "unset every VLLM_DSPARK_PP_ setting",
+    )
+    return record
+
+
+def refuse_no_drafts_in_pipeline(record: HookPoints) -> None:
+    """Raises ConfigError for a version in which the token transport has nothing to carry."""
+    if not record.drafts_in_pipeline:
+        able = ", ".join(one.version for one in RECORDS if one.drafts_in_pipeline)
+        raise ConfigError(
+            f"vLLM {record.version} takes no drafter in a pipeline (it brings neither the tapped hidden states to the last "
+            f"stage nor the drafts back), so the token transport has nothing to carry; use vLLM {able}, or unset every "
+            "VLLM_DSPARK_PP_ and VLLM_WEDGE_AB_ setting"
+        )
+
+
+def _refuse_if_any(differences: Sequence[str], record: HookPoints, remedy: str) -> None:
     if differences:
         raise ConfigError(
             f"this vLLM says it is {record.version} but is not the {record.version} that Farspark knows: "
-            f"{'; '.join(differences)}. Install an unchanged vLLM ({SUPPORTED}) or start without VLLM_DSPARK_REMOTE"
+            f"{'; '.join(differences)}. Install an unchanged vLLM ({SUPPORTED}) or {remedy}"
         )
-    return record
 
 
 def check_everything(sources: Sources) -> HookPoints:
     """`check_hook_points`, and that vLLM tests the method's name in no place but the recorded ones, and touches the MTP buffer in
-    no other way (reads every file)."""
+    no other way (reads every file); the pipeline's hook points too."""
+    check_pp_hook_points(sources)
     record = check_hook_points(sources)
     found = frozenset(find_gates(sources))
     problems = [f"a test on the method at {gate} is not recorded" for gate in sorted(found - record.gates)]
@@ -419,9 +524,9 @@ def check_everything(sources: Sources) -> HookPoints:
     return record
 
 
-def _signature_differences(sources: Sources, record: HookPoints) -> Iterator[str]:
+def _signature_differences(sources: Sources, signatures: Mapping[str, str]) -> Iterator[str]:
     trees: dict[str, ast.Module | None] = {}
-    for name, expected in record.signatures.items():
+    for name, expected in signatures.items():
         path, qualified = name.split("::")
         if path not in trees:
             text = sources.read(path)
@@ -478,19 +583,22 @@ def parameters(function: ast.FunctionDef) -> str:
 
 def speculator_attributes(tree: ast.AST) -> frozenset[str]:
     """What a runner reads or calls on `self.speculator`, or on a local of that name."""
+    return _attributes_of(tree, "speculator")
 
-    def is_speculator(node: ast.AST) -> bool:
-        return (isinstance(node, ast.Attribute) and node.attr == "speculator") or (
-            isinstance(node, ast.Name) and node.id == "speculator"
+
+def _attributes_of(tree: ast.AST, name: str) -> frozenset[str]:
+    def is_it(node: ast.AST) -> bool:
+        return (isinstance(node, ast.Attribute) and node.attr == name) or (
+            isinstance(node, ast.Name) and node.id == name
         )
 
     names = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and is_speculator(node.value):
+        if isinstance(node, ast.Attribute) and is_it(node.value):
             names.add(node.attr)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
             subject, *rest = node.args
-            if is_speculator(subject) and isinstance(rest[0], ast.Constant):
+            if is_it(subject) and isinstance(rest[0], ast.Constant):
                 names.add(str(rest[0].value))
     return frozenset(names)
 
@@ -560,7 +668,8 @@ def main(arguments: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return 1
     print(
-        f"vLLM {record.version}: {len(record.signatures)} signatures, {len(record.speculator_attributes)} attributes, "
+        f"vLLM {record.version}: {len({**record.signatures, **record.pp_signatures})} signatures, "
+        f"{len(record.speculator_attributes | record.pp_handler_attributes)} attributes, "
         f"{len(record.gates)} tests on the method, {len(record.mtp_buffer)} users of the MTP buffer, all as recorded"
     )
     return 0

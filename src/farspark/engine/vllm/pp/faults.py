@@ -1,0 +1,39 @@
+"""What is wrong between the stages, and how a process that finds it ends.
+
+vLLM's executor forwards an exception only from the rank whose output it awaits. Any other rank's is logged, and the rank's
+peers then wait for a message that never comes. A process that is gone, on the other hand, is noticed at once: by its peers,
+whose connections close, and by the executor's monitor, which ends the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+from farspark.errors import FarsparkError
+
+# Not one of Python's, the shell's or a signal's, so that the monitor's line says what happened.
+EXIT_STATUS = 83
+
+
+class TokenTransportError(FarsparkError):
+    """The stages disagree about a step, or a stage is gone. Not to be survived: tokens would go to the wrong requests."""
+
+
+def end_process(error: BaseException, *, where: str, history: str) -> NoReturn:
+    """Write what happened, all of it, then leave. No clean-up: it would wait for the peers that this is about."""
+    report = "".join(traceback.format_exception(error)) if not isinstance(error, TokenTransportError) else ""
+    lines = [
+        f"farspark: {where}: {error or type(error).__name__}; process {os.getpid()} ends with status {EXIT_STATUS}",
+        *report.splitlines(),
+        *history.splitlines(),
+    ]
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for handler in [*logging.getLogger("vllm").handlers, *logging.getLogger().handlers]:
+        handler.flush()
+    os.write(2, ("\n".join(lines) + "\n").encode(errors="replace"))
+    os._exit(EXIT_STATUS)

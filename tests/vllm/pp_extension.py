@@ -1,0 +1,109 @@
+"""Loaded into every worker of a pipeline under test (vLLM's `worker_extension_cls`): records the drafts of the last stage, and
+puts others into their place, or spoils those of the first stage, as the plan in PP_TEST_PLAN says.
+
+A plan is a JSON file: `tokens`, for each request its prompt and its known continuation; `keep`, the part of the injected drafts
+that stays right (none are injected without it); `zero_first_stage`; `fault`, what goes wrong at which step.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+PLAN = "PP_TEST_PLAN"
+VOCAB = 500
+
+_plan: dict[str, Any] = json.loads(Path(os.environ[PLAN]).read_text()) if os.environ.get(PLAN) else {}
+_drafts: list[tuple[str, int, list[int]]] = []
+
+
+class PpExtension:
+    """Its methods become the worker's, for `collective_rpc`."""
+
+    def pp_drafts(self) -> list[tuple[str, int, list[int]]]:
+        """Request, anchor position and draft ids, in order; empty on all stages but the last."""
+        return _drafts
+
+    def pp_history(self) -> str:
+        handler = self.model_runner.pp_handler  # type: ignore[attr-defined]
+        return type(handler).__name__ + "\n" + str(getattr(getattr(handler, "transport", None), "history", ""))
+
+
+def planned_drafts(request: str, position: int, num_drafts: int) -> list[int]:
+    """What `_plan` proposes after the anchor at `position`: the continuation, wrong at random places."""
+    known = _plan["tokens"][request]
+    rng = random.Random(f"{request} {position}")
+    drafts = [known[at] if at < len(known) else 7 for at in range(position + 1, position + 1 + num_drafts)]
+    return [token if rng.random() < _plan["keep"] else (token + 1) % VOCAB for token in drafts]
+
+
+def _wrap_propose(speculator_class: Any) -> None:
+    propose = speculator_class.propose
+
+    @functools.wraps(propose)
+    def recorded(self: Any, input_batch: Any, *rest: Any, dummy_run: bool = False, **more: Any) -> Any:
+        import torch
+
+        drafts = propose(self, input_batch, *rest, dummy_run=dummy_run, **more)
+        if dummy_run or any(name.startswith("_") for name in input_batch.req_ids):
+            return drafts
+        num_sampled, num_rejected = rest[4], rest[5]
+        starts = input_batch.positions[input_batch.query_start_loc[: input_batch.num_reqs].long()]
+        for row, req_id in enumerate(input_batch.req_ids):
+            if int(num_sampled[row]) == 0:
+                continue
+            # vLLM appends a random part to the id that it was given.
+            request = "-".join(req_id.split("-")[:2])
+            position = int(starts[row]) + int(input_batch.num_scheduled_tokens[row]) - int(num_rejected[row])
+            _drafts.append((request, position, drafts[row].tolist()))
+            if "keep" in _plan:
+                drafts[row] = torch.tensor(planned_drafts(request, position, drafts.shape[1]))
+        return drafts
+
+    speculator_class.propose = recorded
+
+
+def _install() -> None:
+    from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
+
+    _wrap_propose(DSparkSpeculator)
+    if os.environ.get("VLLM_DSPARK_REMOTE"):
+        from farspark.engine.vllm.speculator import CapacitySpeculator
+
+        _wrap_propose(CapacitySpeculator)
+    if os.environ.get("VLLM_DSPARK_PP_TRANSPORT") or os.environ.get("VLLM_DSPARK_PP_CPU"):
+        _spoil_transport()
+
+
+def _spoil_transport() -> None:
+    from vllm.distributed.parallel_state import get_pp_group
+
+    from farspark.engine.vllm.pp.stage import StageHandler
+    from farspark.engine.vllm.pp.transport import TokenTransport
+
+    if _plan.get("zero_first_stage"):
+        take = StageHandler.get_prev_sampled_outputs
+
+        def take_zeroed(self: Any, draft_table: Any = None) -> Any:
+            outputs = take(self, draft_table)
+            if get_pp_group().is_first_rank and draft_table is not None:
+                draft_table.zero_()
+            return outputs
+
+        StageHandler.get_prev_sampled_outputs = take_zeroed  # type: ignore[method-assign]
+    if fault := _plan.get("stale_header_at"):
+        write = TokenTransport._write_header
+
+        def write_stale(self: Any, slot: Any) -> None:
+            write(self, slot)
+            if slot.header.sequence == fault:
+                slot.wire.messages[0][0] -= 1
+
+        TokenTransport._write_header = write_stale  # type: ignore[method-assign]
+
+
+_install()
