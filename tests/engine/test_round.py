@@ -7,6 +7,8 @@ import struct
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.fakes.engine_world import CONTEXT, INFO, SLOTS, Row, World
 
 from farspark.engine.result import RoundOutcome
@@ -257,13 +259,24 @@ def test_a_right_reply_has_no_fault() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, -0.25, 1.5])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, -0.25, 1.5, float(np.nextafter(np.float32(1), 2))])
 def test_a_confidence_that_cannot_be_is_a_fault_at_every_place(wrong: float, place: int) -> None:
     confidences = [0.5, 1.0, 0.0]
     confidences[place] = wrong
     assert (
         fault_of(reply([1, 9, 0], confidences)) == f"confidence {wrong} at entry 0, position {place}, expected 0 to 1"
     )
+
+
+@given(
+    st.lists(st.one_of(st.integers(-1, 10), st.integers(-(1 << 31), (1 << 31) - 1)), min_size=2, max_size=2),
+    st.lists(st.one_of(st.floats(width=32), st.floats(0, 1, width=32), st.just(-0.0)), min_size=2, max_size=2),
+)
+def test_ids_and_confidences_are_right_exactly_where_each_is_in_its_range(
+    tokens: list[int], confidences: list[float]
+) -> None:
+    right = all(0 <= one < 10 for one in tokens) and all(0 <= one <= 1 for one in confidences)
+    assert (fault_of(reply([*tokens, 0], [*confidences, 0.0])) is None) == right
 
 
 def test_what_stands_past_n_out_must_be_zero() -> None:

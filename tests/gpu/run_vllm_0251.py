@@ -1,4 +1,4 @@
-"""Real vLLM 0.25.1 with CUDA graphs and asynchronous scheduling: the target alone, local DSpark, capacity and shadow, compared.
+"""Real vLLM 0.25.1 with CUDA graphs and asynchronous scheduling: the target alone, local DSpark and every policy, compared.
 
 Run on the GPU machine after `bash .gpu/a/unpack.sh` and `source .gpu/b/unpack.sh`:
     python3 tests/gpu/run_vllm_0251.py [--out FOLDER] [--eager]
@@ -25,7 +25,15 @@ from tests.vllm import tiny_pair  # noqa: E402
 from tests.vllm.processes import Worker, run_engine  # noqa: E402
 
 N = 5
-ENGINES = ("alone", "local", "capacity", "shadow")
+# What each engine with a remote drafter is told, beside the endpoint.
+REMOTE: dict[str, dict[str, str]] = {
+    "capacity": {"POLICY": "capacity"},
+    "shadow": {"POLICY": "shadow"},
+    "resilience": {"POLICY": "resilience"},
+    "async-thread": {"POLICY": "capacity", "ASYNC": "1", "ASYNC_PROXY": "thread"},
+    "async-process": {"POLICY": "capacity", "ASYNC": "1", "ASYNC_PROXY": "process"},
+}
+ENGINES = ("alone", "local", *REMOTE)
 # The first engine compiles the kernels that the others find in the cache: about a minute more.
 ENGINE_LIMIT_S = 130.0
 # Two steps of bf16 between 16 and 32, where these logits lie.
@@ -162,21 +170,22 @@ class Comparison:
     def _engine_run(self, name: str, endpoint: str, identity: str) -> dict[str, Any]:
         stats = self._folder / f"{name}.json"
         settings = {}
-        if name in ("capacity", "shadow"):
-            settings = {
-                "VLLM_DSPARK_REMOTE": endpoint,
-                "VLLM_DSPARK_REMOTE_POLICY": name,
-                "VLLM_DSPARK_REMOTE_IDENTITY": identity,
-                "VLLM_DSPARK_REMOTE_STATS_FILE": str(stats),
-                "VLLM_DSPARK_REMOTE_TIMEOUT_MS": "500",
-                "VLLM_DSPARK_REMOTE_WANT_MARGIN": "1",
-                "VLLM_DSPARK_REMOTE_STRICT_START": "1",
+        if name in REMOTE:
+            told = REMOTE[name] | {
+                "IDENTITY": identity,
+                "STATS_FILE": str(stats),
+                "TIMEOUT_MS": "500",
+                "WANT_MARGIN": "1",
+                "STRICT_START": "1",
             }
+            settings = {f"VLLM_DSPARK_REMOTE_{key}": value for key, value in told.items()}
+            settings["VLLM_DSPARK_REMOTE"] = endpoint
         job = {
             "target": str(self._pair.target),
             "drafter": None if name == "alone" else str(self._pair.drafter),
             "num_drafts": N,
-            "record_drafts": name != "alone",
+            # The host never sees the drafts of an asynchronous round.
+            "record_drafts": name != "alone" and "ASYNC" not in REMOTE.get(name, {}),
             "engine": self._engine,
             "phases": [without_aborts(phase) if name == "alone" else phase for phase in PHASES],
         }
@@ -215,8 +224,11 @@ def summary(run: dict[str, Any]) -> dict[str, Any]:
         "allocated_mib": round((run["facts"].get("allocated_bytes") or 0) / 2**20, 1),
     }
     if run["stats"]:
-        names = ("counters", "latency", "shadow", "rank0_buffers", "not_allocated", "off_because", "last_bad_reply")
-        found |= {name: run["stats"].get(name) for name in names}
+        names = (
+            *("counters", "latency", "shadow", "rank0_buffers", "not_allocated", "off_because", "last_bad_reply"),
+            *("async", "async_watchdog", "async_dead"),
+        )
+        found |= {name: run["stats"].get(name) for name in names if name in run["stats"]}
     return found
 
 
@@ -234,6 +246,7 @@ def compare(runs: dict[str, dict[str, Any]], errors: dict[str, str]) -> dict[str
         and not any(texts.values())
         and all(found["diverged"] == 0 and found["blocks"] > 50 for found in drafts.values())
         and all(capacity_is_like_alone(runs))
+        and all(rounds_brought_drafts(run["stats"]) for name, run in runs.items() if name in REMOTE)
     )
     return {"different_texts": texts, "drafts": drafts, "passed": passed}
 
@@ -247,6 +260,13 @@ def capacity_is_like_alone(runs: dict[str, dict[str, Any]]) -> list[bool]:
         capacity["facts"]["attention_layers"] == alone["facts"]["attention_layers"],
         capacity["phases"]["cachedagain"]["cached"] == alone["phases"]["cachedagain"]["cached"],
     ]
+
+
+def rounds_brought_drafts(stats: dict[str, Any]) -> bool:
+    """Nearly every round did, and an engine that was told to be asynchronous was."""
+    counters = stats["counters"]
+    total = counters.get("rounds_ok", 0) + counters.get("rounds_failed", 0) + counters.get("rounds_some_failed", 0)
+    return bool(total > 100 and counters.get("rounds_ok", 0) >= 0.98 * total and not stats.get("async_dead"))
 
 
 def different_texts(run: dict[str, Any], reference: dict[str, Any]) -> list[str]:

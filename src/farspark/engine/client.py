@@ -19,7 +19,7 @@ from farspark.clock import Clock, Deadline
 from farspark.engine.config import TOKEN_FILE
 from farspark.errors import FarsparkError, ProtocolError, Refused, TransportError
 from farspark.stats import Stats
-from farspark.transport import Channel, Endpoint, Piece
+from farspark.transport import Channel, Endpoint, Piece, exchange
 from farspark.transport import connect as connect_transport
 from farspark.wire import codec
 from farspark.wire.auth import EngineSide, authenticate, token_missing
@@ -139,10 +139,18 @@ class Client:
         connection.sequence += 1
         rows_bytes = sum([memoryview(piece).nbytes for piece in rows])
         head = codec.encode_step_head(connection.session, connection.sequence, step_id, entries, rows_bytes, flags)
-        connection.channel.send([head, *rows], deadline)
         self._stats.add("bytes_sent", len(head) + rows_bytes)
-        payload = self._reply(connection.channel, Operation.STEP, connection.session, connection.sequence, deadline)
-        return codec.decode_step_reply(payload)
+        session, sequence = connection.session, connection.sequence
+        frame = exchange(connection.channel, [head, *rows], deadline)
+        while True:
+            reply = codec.decode_answer(frame, session, sequence)
+            self._stats.add("bytes_received", len(frame))
+            if reply is not None:
+                return reply
+            payload = self._payload(frame, Operation.STEP, session, sequence)
+            if payload is not None:
+                return codec.decode_step_reply(payload)
+            frame = connection.channel.recv(deadline)
 
     def judge(self, connection: Connection, judge: Judge, deadline: Deadline) -> Judgement:
         """What the worker's drafter thinks of other drafts for the newest STEP. Raises as `step` does."""
@@ -380,22 +388,28 @@ class Client:
         while True:
             frame = channel.recv(deadline)
             self._stats.add("bytes_received", len(frame))
-            header, payload = codec.decode_frame(frame)
-            if header.sequence < sequence and header.is_reply and header.session == session:
-                self._stats.add("late_replies")
-                continue
-            if header.version != VERSION:
-                raise Refused(FrameStatus.VERSION, f"protocol version: engine {VERSION}, worker {header.version}")
-            if not header.is_reply or header.sequence != sequence or header.operation != operation:
-                raise ProtocolError(
-                    f"expected the reply to {operation.name} {sequence}, got operation {int(header.operation)} "
-                    f"sequence {header.sequence}"
-                )
-            if header.status != FrameStatus.OK:
-                raise Refused(int(header.status), codec.decode_refusal(operation, payload))
-            if header.session != session:
-                raise ProtocolError(f"reply of session {header.session:016x}, ours is {session:016x}")
-            return payload
+            payload = self._payload(frame, operation, session, sequence)
+            if payload is not None:
+                return payload
+
+    def _payload(self, frame: memoryview, operation: Operation, session: int, sequence: int) -> memoryview | None:
+        """Of the reply to that request; None for a late reply to an earlier one."""
+        header, payload = codec.decode_frame(frame)
+        if header.sequence < sequence and header.is_reply and header.session == session:
+            self._stats.add("late_replies")
+            return None
+        if header.version != VERSION:
+            raise Refused(FrameStatus.VERSION, f"protocol version: engine {VERSION}, worker {header.version}")
+        if not header.is_reply or header.sequence != sequence or header.operation != operation:
+            raise ProtocolError(
+                f"expected the reply to {operation.name} {sequence}, got operation {int(header.operation)} "
+                f"sequence {header.sequence}"
+            )
+        if header.status != FrameStatus.OK:
+            raise Refused(int(header.status), codec.decode_refusal(operation, payload))
+        if header.session != session:
+            raise ProtocolError(f"reply of session {header.session:016x}, ours is {session:016x}")
+        return payload
 
 
 def _is_final(status: int) -> bool:

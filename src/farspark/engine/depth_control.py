@@ -62,6 +62,15 @@ class DepthControl:
             self._chosen[depth] += 1
         return depths
 
+    def choose_for_all(self, n: int, limit: int) -> int | None:
+        """The same for n requests that all have drafts; None where it depends on confidences."""
+        policy = self._resolved.policy
+        if policy.mode is not Mode.OFF and policy.mode is not Mode.FIXED:
+            return None
+        depth = min(limit, policy.depth) if policy.mode is Mode.FIXED else limit
+        self._chosen[depth] += n
+        return depth
+
     @property
     def without_confidences(self) -> int:
         """How many drafts of a request to verify when nothing is known about them."""

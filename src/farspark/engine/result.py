@@ -64,6 +64,12 @@ class PackedResult:
         self.depths = buffer[layout.depths]  # [M], how many of the drafts to verify
         self.tokens = buffer[layout.tokens].reshape(shape)  # [M, N]
         self.confidences = buffer[layout.confidences].view(np.float32).reshape(shape)  # [M, N]
+        # The same places for `put`: for so few values numpy's own views cost more than the copies do.
+        self._ok = self.ok.data
+        self._tokens = buffer[layout.tokens].data
+        self._confidences = buffer[layout.confidences].view(np.float32).data
+        self._ones = np.ones(layout.max_requests, dtype=np.int32).data
+        self._num_drafts = layout.num_drafts
 
     @classmethod
     def empty(cls, layout: ResultLayout) -> PackedResult:
@@ -82,6 +88,13 @@ class PackedResult:
         self.buffer[:] = 0
         self.buffer[0] = outcome
         self.buffer[1] = num_requests
+
+    def put(self, tokens: memoryview, confidences: memoryview, num_requests: int) -> None:
+        """Drafts for the first `num_requests` rows: int32 and float32 `[num_requests * N]`."""
+        count = num_requests * self._num_drafts
+        self._ok[:num_requests] = self._ones[:num_requests]
+        self._tokens[:count] = tokens
+        self._confidences[:count] = confidences
 
     def set_outcome(self, outcome: RoundOutcome) -> None:
         self.buffer[0] = outcome

@@ -100,6 +100,11 @@ class Slots:
     def mark_dirty(self, slot: int) -> None:
         self._slots[slot].dirty = True
 
+    def forget_all(self) -> None:
+        """Rows were written that nobody took note of: every slot starts afresh with its next ones."""
+        for state in self._slots:
+            state.owner = None
+
     def mark_all_dirty(self) -> None:
         """The connection changed: nobody knows what the worker holds."""
         for state in self._slots:

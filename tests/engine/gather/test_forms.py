@@ -74,7 +74,7 @@ def test_a_fused_form_that_differs_or_fails_is_switched_off_with_a_warning(
         type = "cuda"
 
     monkeypatch.setattr(forms, "check_fused", lambda *_: why)
-    monkeypatch.setattr(forms, "TorchGather", lambda *_: "torch form")
+    monkeypatch.setattr(forms, "TorchGather", lambda *_, **__: "torch form")
     with caplog.at_level(logging.WARNING):
         form = forms.make_gather(FusedGather.AUTO, SHAPE, Gpu())  # type: ignore[arg-type]
     assert (str(form.gather), form.is_fused, form.reason) == ("torch form", False, why)

@@ -121,7 +121,7 @@ def answer_with(drafter: RemoteDrafter, tokens: list[list[int]]) -> None:
     """A round whose worker answers `tokens` [n][N] for everybody."""
     assert drafter.rank0 is not None
 
-    def run(step: Any, result: Any) -> RoundOutcome:
+    def run(step: Any, result: Any, deliver: Any = None) -> RoundOutcome:
         result.clear(RoundOutcome.OK, len(step.requests))
         for row, drafts in enumerate(tokens):
             result.ok[row] = 1

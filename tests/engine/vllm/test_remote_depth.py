@@ -65,7 +65,7 @@ class Ranks:
         rank0 = self.drafters[0].rank0
         assert rank0 is not None
 
-        def run(step: Any, result: Any) -> RoundOutcome:
+        def run(step: Any, result: Any, deliver: Any = None) -> RoundOutcome:
             result.clear(RoundOutcome.OK, len(step.requests))
             for row, known in enumerate(confidences):
                 if known is not None:

@@ -24,23 +24,30 @@ class Form(NamedTuple):
     reason: str  # for or against
 
 
-def make_gather(wanted: FusedGather, shape: GatherShape, device: torch.device) -> Form:
+def make_gather(
+    wanted: FusedGather, shape: GatherShape, device: torch.device, *, has_host_buffers: bool = True
+) -> Form:
     """Raises ConfigError where the fused form is demanded and cannot be had."""
+
+    def in_torch(reason: str) -> Form:
+        return Form(TorchGather(shape, device, has_host_buffers=has_host_buffers), False, reason)
+
     if wanted is FusedGather.OFF:
-        return Form(TorchGather(shape, device), False, "VLLM_DSPARK_REMOTE_FUSED_GATHER=0")
+        return in_torch("VLLM_DSPARK_REMOTE_FUSED_GATHER=0")
     if wanted is FusedGather.AUTO and device.type != "cuda":
-        return Form(TorchGather(shape, device), False, f"auto, and the device is {device.type}")
+        return in_torch(f"auto, and the device is {device.type}")
     why = check_fused(shape, device)
     if why is None:
         from farspark.engine.gather.triton_gather import TritonGather
 
-        return Form(TritonGather(shape, device), True, f"{_CHECK_STEPS} steps equal the torch form's, bit for bit")
+        gather = TritonGather(shape, device, has_host_buffers=has_host_buffers)
+        return Form(gather, True, f"{_CHECK_STEPS} steps equal the torch form's, bit for bit")
     if wanted is FusedGather.ON:
         raise ConfigError(
             f"VLLM_DSPARK_REMOTE_FUSED_GATHER=1, but the fused gather cannot be used: {why}. Unset it to use the torch form then"
         )
     logger.warning("farspark: the fused gather is off, the torch form serves: %s", why)
-    return Form(TorchGather(shape, device), False, why)
+    return in_torch(why)
 
 
 def check_fused(shape: GatherShape, device: torch.device) -> str | None:

@@ -49,26 +49,31 @@ class Gathered:
 class TorchGather:
     """Owned by the engine thread, which calls `run` and then `wait` once per step, on one stream."""
 
-    def __init__(self, shape: GatherShape, device: torch.device) -> None:
+    def __init__(self, shape: GatherShape, device: torch.device, *, has_host_buffers: bool = True) -> None:
+        """Without host buffers only `pack` may be used, until `make_host_buffers`."""
         self.shape = shape
         self.ring = DeviceRing(shape, device)
         self._device = device
-        on_cuda = device.type == "cuda"
         # A float32 target's rows are rounded to bf16 here, because the wire carries nothing else: the remote drafter then
         # sees the hidden states with 8 bits of mantissa where a local one would see 24, and near ties may fall otherwise.
         self._staging = torch.zeros(shape.max_rows, shape.row_values, dtype=torch.bfloat16, device=device)
         self._meta = torch.zeros(shape.max_requests, META_COLUMNS, dtype=torch.int32, device=device)
         self._row_index = torch.arange(shape.max_rows, dtype=torch.int64, device=device)
-        if on_cuda:
-            self._staging_host = torch.empty_like(self._staging, device="cpu", pin_memory=True)
-            self._meta_host = torch.empty_like(self._meta, device="cpu", pin_memory=True)
-            self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._arrived = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        else:
-            self._staging_host = self._staging
-            self._meta_host = self._meta
+        self._staging_host = self._staging
+        self._meta_host = self._meta
+        if has_host_buffers:
+            self.make_host_buffers()
         self._num_requests = 0
         self._enqueued_requests = 0
+
+    def make_host_buffers(self) -> None:
+        """For `run` and `wait`. The CPU needs none of its own."""
+        if self._device.type != "cuda":
+            return
+        self._staging_host = torch.empty_like(self._staging, device="cpu", pin_memory=True)
+        self._meta_host = torch.empty_like(self._meta, device="cpu", pin_memory=True)
+        self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._arrived = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     @property
     def device_nbytes(self) -> int:
@@ -76,7 +81,22 @@ class TorchGather:
 
     @property
     def pinned_nbytes(self) -> int:
-        return self._staging_host.nbytes + self._meta_host.nbytes if self._device.type == "cuda" else 0
+        buffers = [(self._staging_host, self._staging), (self._meta_host, self._meta)]
+        return sum(host.nbytes for host, device in buffers if host is not device)
+
+    @property
+    def rows_address(self) -> int:
+        """Of the packed rows, on the device."""
+        return self._staging.data_ptr()
+
+    @property
+    def meta_address(self) -> int:
+        """Of the metadata, int32 `[slots, META_COLUMNS]`, on the device."""
+        return self._meta.data_ptr()
+
+    def pack(self, step: StepTensors) -> None:
+        """Enqueue all that `run` does on the device; the copies to the host are somebody else's."""
+        self._enqueue(step, keep=True)
 
     def run(self, step: StepTensors) -> None:
         """Enqueue everything: pack, write the ring, describe, copy to the host."""

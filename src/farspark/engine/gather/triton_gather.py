@@ -125,9 +125,9 @@ def _pack_kernel(  # type: ignore[no-untyped-def]
 class TritonGather(TorchGather):
     """As `TorchGather`, with one launch in place of its operations. Staging past the packed rows is left as it was."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         """Raises ValueError for more taps than the kernel takes."""
-        super().__init__(*arguments)
+        super().__init__(*arguments, **options)
         if self.shape.taps > MAX_TAPS:
             raise ValueError(f"{self.shape.taps} taps; the fused gather takes {MAX_TAPS} at most")
         self._requests = triton.next_power_of_2(self.shape.max_requests)

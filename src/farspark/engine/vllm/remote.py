@@ -6,11 +6,12 @@ torch and numpy, no vLLM: the speculators of all policies and versions are thin 
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -19,20 +20,28 @@ import torch
 
 import farspark
 from farspark.clock import Deadline
-from farspark.engine.breaker import Breaker
-from farspark.engine.capture import CaptureHeader, CaptureWriter
-from farspark.engine.client import Client
-from farspark.engine.config import EngineConfig, OnFail, Policy
+from farspark.engine.capture import CaptureHeader
+from farspark.engine.client import Client, ClientState
+from farspark.engine.config import AsyncSettings, EngineConfig, OnFail, Policy
 from farspark.engine.depth import OFF, POLICY, plan_n_out
-from farspark.engine.depth_control import DepthControl
 from farspark.engine.gather.forms import make_gather
 from farspark.engine.gather.layout import GatherShape
 from farspark.engine.gather.torch_gather import StepTensors
+from farspark.engine.handoff.handoff import (
+    DeviceBuffers,
+    Handoff,
+    HandoffRefusedError,
+    MakeStream,
+    open_handoff,
+)
+from farspark.engine.handoff.region import Submission
+from farspark.engine.handoff.stream import CudaStream
 from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
 from farspark.engine.round import Phase, RemoteRound, RoundInput, RoundRequest
 from farspark.engine.shadow import ShadowComparison
 from farspark.engine.shape import ModelShape
 from farspark.engine.stats_file import StatsFile
+from farspark.engine.talker import Talker, TalkerSpec
 from farspark.errors import ConfigError, FarsparkError
 from farspark.stats import Stats
 from farspark.wire.layout import RequestStatus
@@ -60,7 +69,7 @@ class Admissions:
     id says whether rows still belong to what they belonged to before. Owned by the engine thread.
     """
 
-    _owners: dict[int, Hashable] = field(default_factory=dict)
+    _owners: dict[int, tuple[str, int]] = field(default_factory=dict)
     _count: int = 0
 
     def admit(self, slot: int, req_id: str) -> None:
@@ -74,6 +83,10 @@ class Admissions:
     def get(self, slot: int) -> Hashable:
         """None for a slot that nobody was admitted to."""
         return self._owners.get(slot)
+
+    def number(self, slot: int) -> int:
+        """Which admission, counted from 1, the slot's owner is. Raises KeyError."""
+        return self._owners[slot][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +112,8 @@ class RoundFailedError(FarsparkError):
 
 
 class Rank0:
-    """What only the rank that talks has: the device buffers, the connection, the statistics. Owned by the engine thread."""
+    """What only the rank that talks has: the device buffers, the statistics, and the side that talks: a `Talker` on this thread,
+    or a `Handoff` to another's. Owned by the engine thread."""
 
     def __init__(
         self,
@@ -109,9 +123,12 @@ class Rank0:
         device: torch.device,
         engine: str,
         caps: Sequence[int] | None,
+        result: torch.Tensor,
+        make_stream: MakeStream | None,
     ) -> None:
+        """`result` is the device's buffer for a packed result. Raises StreamStuckError: the engine must not start."""
         self.config = config
-        self.stats = Stats()
+        self.stats = Stats()  # the engine thread's; without a hand-off everybody's
         is_shadow = config.policy is Policy.SHADOW
         self.n_out = plan_n_out(
             config.depth_policy,
@@ -121,15 +138,6 @@ class Rank0:
             caps=caps,
             num_drafts=shape.num_drafts,
         )
-        # Shadow changes no schedule.
-        self.depth = DepthControl(
-            OFF if is_shadow else config.depth_policy,
-            num_drafts=shape.num_drafts,
-            costs=config.depth_costs(),
-            file=None if is_shadow else config.depth_file,
-            stats=self.stats,
-        )
-        self._say_depth(is_shadow)
         self.gather_form = make_gather(
             config.fused_gather,
             GatherShape(
@@ -141,6 +149,7 @@ class Rank0:
                 ring=shape.ring,
             ),
             device,
+            has_host_buffers=config.asynchronous is None,
         )
         self.gather = self.gather_form.gather
         logger.info(
@@ -154,26 +163,132 @@ class Rank0:
             markov_identity=config.markov_identity,
             want_margin=config.want_margin,
         )
-        self.client = Client(
-            hello,
-            config.endpoints,
+        spec = TalkerSpec(
+            shape=shape,
+            hello=hello,
+            endpoints=config.endpoints,
+            timeout_s=config.timeout_s,
             connect_timeout_s=config.connect_timeout_s,
             backoff_s=config.backoff_s,
             backoff_max_s=config.backoff_max_s,
-            stats=self.stats,
-            token=config.token,
-        )
-        self.round = RemoteRound(
-            client=self.client,
-            shape=shape,
-            ring=self.gather.ring,
-            breaker=Breaker(trip=config.trip, cooldown=config.cooldown),
-            stats=self.stats,
-            timeout_s=config.timeout_s,
+            trip=config.trip,
+            cooldown=config.cooldown,
             want_margin=config.want_margin,
-            depth=self.depth,
+            token=config.token,
+            # Shadow changes no schedule.
+            depth_policy=OFF if is_shadow else config.depth_policy,
+            depth_costs=config.depth_costs(),
+            depth_file=None if is_shadow else config.depth_file,
             n_out=self.n_out,
+            capture=config.capture,
+            capture_header=CaptureHeader(
+                shape=shape,
+                identity=config.identity,
+                markov_identity=config.markov_identity,
+                policy=config.policy.value,
+                engine=engine,
+                farspark=farspark.__version__,
+            ),
+            capture_bytes=config.capture_bytes,
         )
+        self.why_not_async: str | None = None
+        self.handoff: Handoff | None = None
+        if config.asynchronous is not None:
+            self.handoff = self._hand_off(config.asynchronous, spec, max_tokens, device, result, make_stream)
+            if self.handoff is None:
+                self.gather.make_host_buffers()
+        self._talker = Talker(spec, self.gather.ring, self.stats) if self.handoff is None else None
+        self._say_depth(is_shadow)
+
+    @property
+    def talker(self) -> Talker:
+        """Of synchronous rounds."""
+        assert self._talker is not None, "rounds are asynchronous"
+        return self._talker
+
+    @property
+    def client(self) -> Client:
+        """Of synchronous rounds."""
+        return self.talker.client
+
+    @property
+    def round(self) -> RemoteRound:
+        """Of synchronous rounds."""
+        return self.talker.round
+
+    def _hand_off(
+        self,
+        settings: AsyncSettings,
+        spec: TalkerSpec,
+        max_tokens: int,
+        device: torch.device,
+        result: torch.Tensor,
+        make_stream: MakeStream | None,
+    ) -> Handoff | None:
+        """None where it cannot be had, which is said. Raises StreamStuckError."""
+        gather = self.gather
+        try:
+            if make_stream is None:
+                make_stream = _cuda_stream(device)
+            handoff = open_handoff(
+                settings,
+                spec,
+                max_rows=gather.shape.max_rows,
+                buffers=DeviceBuffers(
+                    gather.rows_address, gather.meta_address, gather.ring.rows.data_ptr(), result.data_ptr()
+                ),
+                make_stream=make_stream,
+                stats=self.stats,
+            )
+        except HandoffRefusedError as refused:
+            self.why_not_async = str(refused)
+            logger.warning("farspark: asynchronous rounds refused, they are synchronous: %s", refused)
+            return None
+        logger.info(
+            "farspark: asynchronous rounds on (self-test passed): proxy %s, watchdog %g ms, %s",
+            settings.proxy.value,
+            settings.watchdog_s * 1000,
+            handoff.stream.mechanism,
+        )
+        if not settings.loads_modules_eagerly:
+            logger.warning(
+                "farspark: CUDA_MODULE_LOADING=EAGER is not set: a kernel that is loaded while the stream waits for a round can "
+                "hold that round up until the watchdog ends it"
+            )
+        return handoff
+
+    def counters(self) -> dict[str, int]:
+        """Of all threads and processes that take part."""
+        counters = Counter(self.stats.counters())
+        if self.handoff is not None:
+            counters.update(self.handoff.side.counters())
+        return dict(sorted(counters.items()))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Counters, latencies and what the side that talks has to say, as the stats file has it."""
+        latency = self.stats.snapshot()["latency"]
+        if self.handoff is None:
+            about = {"is_on": False, "fallback_reason": self.why_not_async}
+            return {"counters": self.counters(), "latency": latency, "async": about} | self.talker.details()
+        latency |= self.handoff.side.latency()
+        return (
+            {"counters": self.counters(), "latency": dict(sorted(latency.items()))}
+            | self.handoff.side.details()
+            | self.handoff.snapshot()
+        )
+
+    def give_up(self, why: str) -> None:
+        """No more rounds in this engine run."""
+        if self.handoff is None:
+            self.client.disable(why)
+        else:
+            self.handoff.abandon(why)
+
+    def close(self) -> None:
+        if self.handoff is None:
+            self.talker.close()
+        else:
+            self.handoff.close()
 
     def _say_depth(self, is_shadow: bool) -> None:
         config = self.config
@@ -181,21 +296,48 @@ class Rank0:
             logger.info(
                 "farspark: %s=%s has no effect in shadow, which changes no schedule", POLICY, config.depth_policy
             )
+        elif config.asynchronous is not None:
+            logger.info(
+                "farspark: depth policy %s acts through adaptive verification only: the host never waits for a round's depths",
+                config.depth_policy,
+            )
         elif not is_shadow:
-            logger.info("farspark: depth %r, costs %s", self.depth, config.depth_costs())
+            logger.info("farspark: depth %r, costs %s", self.talker.depth, config.depth_costs())
         table = list(self.n_out.by_requests) if self.n_out.by_requests else "all"
         logger.info("farspark: positions to draft by number of requests: %s; %s", table, self.n_out.reason)
 
     def start(self) -> None:
-        self.client.start()
+        if self.handoff is None:
+            self.talker.start()
         strict = self.config.strict_start or self.config.on_fail is OnFail.RAISE
-        if strict and not self.client.wait_ready(Deadline.after(2 * self.config.connect_timeout_s)):
-            why = self.client.last_failure or "no answer"
-            self.client.close()
+        why = self._why_not_ready(Deadline.after(2 * self.config.connect_timeout_s)) if strict else None
+        if why is not None:
+            self.close()
             raise ConfigError(
                 f"VLLM_DSPARK_REMOTE_STRICT_START is set and the worker cannot be used: {why}. Start the worker first, or "
                 "unset it to serve without drafts until one is there"
             )
+
+    def _why_not_ready(self, deadline: Deadline) -> str | None:
+        """Waits; None once the worker is ready."""
+        if self.handoff is None:
+            return None if self.client.wait_ready(deadline) else self.client.last_failure or "no answer"
+        while True:
+            worker = self.handoff.side.details().get("worker", {})
+            if worker.get("state") == ClientState.READY.value:
+                return None
+            if deadline.has_passed() or worker.get("state") == ClientState.DISABLED.value:
+                return worker.get("last_failure") or "no answer"
+            time.sleep(0.01)
+
+
+def _cuda_stream(device: torch.device) -> MakeStream:
+    """The current stream of `device`. Raises HandoffRefusedError."""
+    if device.type != "cuda":
+        raise HandoffRefusedError(f"the device is {device.type}, whose streams cannot wait for a word in memory")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    current = functools.partial(torch._C._cuda_getCurrentRawStream, index)
+    return lambda region, page: CudaStream(region, page, current)
 
 
 class RemoteDrafter:
@@ -216,19 +358,24 @@ class RemoteDrafter:
         engine: str,
         facts: Mapping[str, Any],
         caps: Sequence[int] | None = None,  # the dynamic speculation schedule's, by number of requests; index 0 unused
+        make_stream: MakeStream | None = None,  # in place of CUDA's current stream
     ) -> None:
-        """Raises ConfigError for settings that do not fit `shape`."""
+        """Raises ConfigError for settings that do not fit `shape`, StreamStuckError where the engine must not start."""
         config.check_depths(shape.num_drafts)
         self.config = config
         self.shape = shape
         self.shadow = ShadowComparison(shape.num_drafts)
-        self.rank0 = Rank0(config, shape, max_tokens, device, engine, caps) if tp.rank == 0 else None
         self._tp = tp
         self._admissions = admissions
         self._facts = dict(facts)
         self._layout = ResultLayout(shape.slots, shape.num_drafts)
         on_cuda = device.type == "cuda"
         self._result_device = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
+        self.rank0 = (
+            Rank0(config, shape, max_tokens, device, engine, caps, self._result_device, make_stream)
+            if tp.rank == 0
+            else None
+        )
         # On the CPU rank 0 packs the result in place.
         self._result_host = (
             torch.zeros(self._layout.size, dtype=torch.int32, pin_memory=True) if on_cuda else self._result_device
@@ -240,12 +387,10 @@ class RemoteDrafter:
         self._depths: dict[int, tuple[Hashable, int]] = {}  # by slot: whose, and how many drafts to verify
         self._undecided: list[int] = []  # slots of the newest round, until its depths are read
         self._stats_file = StatsFile(config.stats_file)
-        self._capture: CaptureWriter | None = None
+        self._row_bound = 0  # of the step that `begin` had
         self._written_at = float("-inf")
         if self.rank0 is not None:
             self.rank0.start()
-            if config.capture is not None:
-                self._capture = self._open_capture(config.capture, engine)
             atexit.register(self.close)
 
     def start_serving(self) -> None:
@@ -279,17 +424,26 @@ class RemoteDrafter:
         """Enqueue the gather, so that a local draft can be enqueued behind it before `finish` waits. Raises nothing."""
         if self.rank0 is None or self._off_because is not None:
             return
+        gather, handoff = self.rank0.gather, self.rank0.handoff
         try:
-            self.rank0.gather.run(step)
+            if handoff is None:
+                gather.run(step)
+            else:
+                self._row_bound = min(step.row_bound, gather.shape.max_rows)
+                handoff.begin(lambda: gather.pack(step))
         except Exception:  # the one place that fails open: see `_turn_off`
             self._turn_off()
 
     def finish(self, batch: Batch) -> RemoteDrafts:
         """The round and its result on every rank. Whatever fails on rank 0, the broadcast takes place and brings legal ids.
 
+        Where rounds are asynchronous nothing is waited for: the result is there once the stream has come so far.
+
         Raises RoundFailedError, on every rank, where nobody got a draft and the settings say ON_FAIL=raise.
         """
-        if self.rank0 is not None:
+        if self.rank0 is not None and self.rank0.handoff is not None:
+            self._submit_round(self.rank0, self.rank0.handoff, batch)
+        elif self.rank0 is not None:
             self._run_round(self.rank0, batch)
         if self._tp.size > 1:
             self._tp.broadcast(self._result_device)
@@ -311,7 +465,8 @@ class RemoteDrafter:
     def depth_of(self, slot: int) -> int:
         """How many drafts of the request in `slot` are worth verifying, from what was broadcast; the same on every rank.
 
-        Waits for the device on ranks other than 0. N for a request that no round has had.
+        Waits for the device on ranks other than 0, and for the round where rounds are asynchronous: not for a step in serving
+        then. N for a request that no round has had.
         """
         if self._undecided:
             self._read_depths()
@@ -319,7 +474,7 @@ class RemoteDrafter:
         return depth if owner == self._admissions.get(slot) else self.shape.num_drafts
 
     def _read_depths(self) -> None:
-        if self.rank0 is not None and self._off_because is None:
+        if self.rank0 is not None and self.rank0.handoff is None and self._off_because is None:
             depths = self._result.depths.tolist()
         else:
             depths = self._result_device[self._layout.depths].tolist()
@@ -334,13 +489,13 @@ class RemoteDrafter:
         if self.rank0 is not None:
             self.rank0.stats.add("local_fallback_rounds")
             if local is not None:
-                self._record_local(local, local_confidences)
+                self._record_local(self.rank0, local, local_confidences)
 
     def compare(self, local: torch.Tensor, local_confidences: torch.Tensor | None) -> None:
         """Compare the local drafts [n, N] of this step with the remote ones. Rank 0 only; waits for the local drafter."""
         if self.rank0 is None or self._off_because is not None:
             return
-        self._record_local(local, local_confidences)
+        self._record_local(self.rank0, local, local_confidences)
         last = self.rank0.round.last_drafts
         n = local.shape[0]
         # After a prefix-cache hit the worker misses rows that the local drafter's cache has: its drafts are other ones by
@@ -380,7 +535,7 @@ class RemoteDrafter:
                     # Without the wait for the target's own step: what a round costs on top of it.
                     rank0.stats.record_us("rank0_round_us", gather_us + (time.perf_counter() - started) * 1e6)
                 self._keep_local_depths(rank0, len(batch.slots))
-                self._record(rank0, step)
+                rank0.talker.record(self._rounds, step, self._result)
             self._report(rank0)
         except Exception:
             self._turn_off()
@@ -395,43 +550,38 @@ class RemoteDrafter:
         elif self._result_host is not self._result_device:
             self._result_device.copy_(self._result_host, non_blocking=True)
 
+    def _submit_round(self, rank0: Rank0, handoff: Handoff, batch: Batch) -> None:
+        """As `_run_round`, without the wait: the result will be in the device's buffer. Raises nothing."""
+        self._rounds += 1
+        is_handed_over = False
+        try:
+            if self._off_because is None:
+                is_handed_over = handoff.submit(
+                    Submission(
+                        batch.slots,
+                        [self._admissions.number(int(slot)) for slot in batch.slots],
+                        0 if batch.num_drafts is None else batch.num_drafts,
+                        self._phase(batch),
+                        self._row_bound,
+                    )
+                )
+            self._report(rank0)
+        except Exception:
+            self._turn_off()
+        if self._off_because is not None:
+            rank0.stats.add("rounds_failed")
+            rank0.stats.add(f"fallback_{self._off_because}")
+        if not is_handed_over or self._off_because is not None:
+            handoff.stream.run(self._result_device.zero_)  # nobody has drafts, none of them is worth verifying
+
     def _keep_local_depths(self, rank0: Rank0, n: int) -> None:
         """Where a local drafter stands in, a row that the worker failed has drafts all the same, of unknown confidence."""
         if self.config.policy is not Policy.CAPACITY:
-            self._result.depths[:n][self._result.ok[:n] == 0] = rank0.depth.without_confidences
+            self._result.depths[:n][self._result.ok[:n] == 0] = rank0.talker.depth.without_confidences
 
-    def _open_capture(self, path: Path, engine: str) -> CaptureWriter:
-        assert self.rank0 is not None
-        header = CaptureHeader(
-            shape=self.shape,
-            identity=self.config.identity,
-            markov_identity=self.config.markov_identity,
-            policy=self.config.policy.value,
-            engine=engine,
-            farspark=farspark.__version__,
-        )
-        logger.info("farspark: rounds are recorded in %s, up to %d MiB", path, self.config.capture_bytes >> 20)
-        return CaptureWriter(path, header, limit_bytes=self.config.capture_bytes, stats=self.rank0.stats)
-
-    def _record(self, rank0: Rank0, step: RoundInput) -> None:
-        """Give the round that is over to the capture; its local drafts follow where there are any."""
-        if self._capture is None:
-            return
-        n, last, result = len(step.requests), rank0.round.last_drafts, self._result
-        self._capture.round(
-            self._rounds,
-            step,
-            result.outcome,
-            ok=result.ok[:n],
-            tokens=result.tokens[:n],
-            confidences=result.confidences[:n],
-            margins=None if last.margins is None else last.margins[:n],
-            statuses=last.entry_status,
-        )
-
-    def _record_local(self, drafts: torch.Tensor, confidences: torch.Tensor | None) -> None:
-        if self._capture is not None:
-            self._capture.local(
+    def _record_local(self, rank0: Rank0, drafts: torch.Tensor, confidences: torch.Tensor | None) -> None:
+        if rank0.talker.capture is not None:
+            rank0.talker.capture.local(
                 drafts.cpu().numpy(), None if confidences is None else confidences.float().cpu().numpy()
             )
 
@@ -457,7 +607,7 @@ class RemoteDrafter:
         logger.exception(
             "farspark: internal error; the remote drafter is off for this engine run and the target decodes without drafts"
         )
-        rank0.client.disable("internal error, see the traceback above")
+        rank0.give_up("internal error, see the traceback above")
 
     def _report(self, rank0: Rank0) -> None:
         every = self.config.log_every
@@ -471,12 +621,13 @@ class RemoteDrafter:
     def summary(self) -> str:
         """One line for the log."""
         assert self.rank0 is not None
-        counters = self.rank0.stats.counters()
+        counters = self.rank0.counters()
+        side = self.rank0.client if self.rank0.handoff is None else self.rank0.handoff
         agreement = self.shadow.snapshot()["full_block_agree_rate"]
         rounds = {name: counters.get(f"rounds_{name}", 0) for name in ("ok", "some_failed", "failed")}
         return (
             f"{self._rounds} rounds ({rounds['ok']} ok, {rounds['some_failed']} partly, {rounds['failed']} failed), "
-            f"{counters.get('rows_sent', 0)} rows sent, {self.rank0.client!r}"
+            f"{counters.get('rows_sent', 0)} rows sent, {side!r}"
             + (f", whole blocks equal {agreement:.2%}" if agreement is not None else "")
         )
 
@@ -484,38 +635,24 @@ class RemoteDrafter:
         """What the stats file holds."""
         rank0 = self.rank0
         assert rank0 is not None
-        snapshot = rank0.stats.snapshot()
-        connection = rank0.client.connection()
+        snapshot = rank0.snapshot()
         snapshot |= {
             "policy": self.config.policy.value,
             "rounds": self._rounds,
-            "endpoint": ",".join(map(str, [connection.endpoint] if connection else self.config.endpoints)),
-            "lane": connection.channel.lane if connection else None,
-            "worker": {
-                "state": rank0.client.state.value,
-                "name": connection.welcome.worker if connection else None,
-                "kind": connection.welcome.kind if connection else None,
-                "epoch": connection.epoch if connection else None,
-                "context": connection.welcome.context if connection else None,
-                "last_failure": rank0.client.last_failure,
-            },
-            "breaker": rank0.round.breaker.snapshot(),
             "off_because": self._off_because,
-            "last_bad_reply": rank0.round.last_bad_reply,
             "rank0_buffers": {
                 "device_bytes": rank0.gather.device_nbytes + self._result_device.nbytes,
                 "pinned_bytes": rank0.gather.pinned_nbytes
+                + (rank0.handoff.pinned_nbytes if rank0.handoff is not None else 0)
                 + (self._result_host.nbytes if self._result_host is not self._result_device else 0),
                 "context": self.shape.context,
                 "ring": self.shape.ring,
             },
             **verification(snapshot["counters"]),
-            "depth": rank0.depth.snapshot(),
             "n_out_by_reqs": list(rank0.n_out.by_requests) if rank0.n_out.by_requests else None,
             "n_out_reason": rank0.n_out.reason,
             "fused_gather": {"on": rank0.gather_form.is_fused, "check": rank0.gather_form.reason},
             "shadow": self.shadow.snapshot(),
-            **({"capture": self._capture.snapshot()} if self._capture is not None else {}),
             **self._facts,
         }
         return snapshot
@@ -525,10 +662,12 @@ class RemoteDrafter:
         if self.rank0 is None:
             return
         atexit.unregister(self.close)
-        if self._capture is not None:
-            self._capture.close()
+        if self.rank0.handoff is not None:
+            self.rank0.handoff.close()  # the newest rounds are in the statistics once the proxy has ended
+        elif self.rank0.talker.capture is not None:
+            self.rank0.talker.capture.close()
         self._stats_file.write(self.snapshot())
-        self.rank0.client.close()
+        self.rank0.close()
 
 
 def verification(counters: Mapping[str, int]) -> dict[str, Any]:

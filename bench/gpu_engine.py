@@ -1,0 +1,171 @@
+"""What a step of a real engine costs with each way of drafting: a real-sized dummy pair on one GPU, the worker beside it.
+
+Qwen3-8B shapes with its block-7 drafter, random weights: step times and memory are real, acceptance is not. Run on the GPU
+machine after `bash .gpu/a/unpack.sh` and `source .gpu/b/unpack.sh`:
+    python3 bench/gpu_engine.py [--engines alone,local,capacity,async-thread,async-process] [--out FOLDER]
+Every engine is a process of its own, one after the other. Prints one JSON report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from bench import gpu_draft  # noqa: E402
+from tests.gpu import run_vllm_0251 as engines  # noqa: E402
+from tests.vllm.processes import Worker, run_engine  # noqa: E402
+
+N = 7
+STEPS = 300
+LIMIT_S = 110.0
+ENGINES = ("alone", "local", "capacity", "async-thread", "async-process")
+
+
+def write_pair(folder: Path) -> tuple[Path, Path]:
+    """The target's config alone, and a drafter with random tensors."""
+    drafter_config = dict(gpu_draft.QWEN3["qwen3-8b"])
+    shared = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    )
+    target_config = {name: drafter_config[name] for name in (*shared, "rope_theta", "rms_norm_eps")} | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "max_position_embeddings": 40960,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "eos_token_id": None,
+        "bos_token_id": 0,
+    }
+    drafter_config |= {"dtype": "bfloat16", "eos_token_id": None, "bos_token_id": 0, "num_anchors": 512}
+    for name, config in (("target", target_config), ("drafter", drafter_config)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    # In a process of its own, which leaves nothing on the device.
+    code = (
+        "import sys, torch; from safetensors.torch import save_file; from bench import gpu_draft;"
+        "loaded = gpu_draft.random_checkpoint(gpu_draft.configs()['qwen3-8b'], torch.device('cuda', 0));"
+        "save_file({n: t.to(torch.bfloat16).cpu().contiguous() for n, t in loaded.tensors.items()}, sys.argv[1])"
+    )
+    path = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
+    subprocess.run(
+        [sys.executable, "-c", code, str(folder / "drafter" / "model.safetensors")],
+        check=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    return folder / "target", folder / "drafter"
+
+
+PHASES = [
+    {
+        "name": f"timed{count}",
+        "prompts": [engines.prompt(count * 10 + i, 256) for i in range(count)],
+        "max_tokens": STEPS,
+        "is_timed": True,
+    }
+    for count in (1, 4)
+]
+
+
+class Steps(engines.Comparison):
+    """Every engine over the same two phases."""
+
+    def __init__(self, folder: Path, names: list[str]) -> None:
+        self._folder = folder
+        self._names = names
+        self._engine = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 2048,
+            "max_model_len": 4096,
+            "kv_cache_memory_bytes": 4 << 30,
+            "enforce_eager": False,
+            "load_format": "dummy",
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        }
+        self._environment = self._with_plugin(dict(os.environ))
+
+    def measure(self) -> dict[str, Any]:
+        target, drafter = write_pair(self._folder)
+        from farspark.worker.checkpoint import identities
+
+        identity = identities(drafter).identity.hex()
+        worker = Worker(drafter, target, self._folder, device="cuda", slots=8, context=4096)
+        report: dict[str, Any] = {"machine": engines.machine(), "engine": self._engine, "engines": {}, "errors": {}}
+        try:
+            began = time.monotonic()
+            worker.start()
+            report["worker_start_s"] = round(time.monotonic() - began, 1)
+            for name in self._names:
+                try:
+                    report["engines"][name] = self._one(name, target, drafter, worker.endpoint, identity)
+                    print(name, json.dumps(report["engines"][name])[:600], file=sys.stderr, flush=True)
+                except (RuntimeError, TimeoutError) as error:
+                    report["errors"][name] = str(error)[-3000:]
+        finally:
+            worker.kill()
+        return report
+
+    def _one(self, name: str, target: Path, drafter: Path, endpoint: str, identity: str) -> dict[str, Any]:
+        stats = self._folder / f"{name}.json"
+        settings = {}
+        if name in engines.REMOTE:
+            told = engines.REMOTE[name] | {"IDENTITY": identity, "STATS_FILE": str(stats), "STRICT_START": "1"}
+            settings = {f"VLLM_DSPARK_REMOTE_{key}": value for key, value in told.items()}
+            settings["VLLM_DSPARK_REMOTE"] = endpoint
+        job = {
+            "target": str(target),
+            "drafter": None if name == "alone" else str(drafter),
+            "num_drafts": N,
+            "record_drafts": False,
+            "engine": self._engine,
+            "phases": PHASES,
+        }
+        run = run_engine(job, settings, environment=self._environment, timeout_s=LIMIT_S)
+        found: dict[str, Any] = {"start_s": run["started_s"]}
+        for phase, result in run["phases"].items():
+            # The first steps prefill; the resolution of one step's time is a millisecond, so the mean says more.
+            found[f"{phase}_step_ms"] = round(1000 * statistics.fmean(result["step_s"][20:]), 3)
+            found[f"{phase}_tokens_per_step"] = round(sum(map(len, result["tokens"].values())) / result["steps"], 3)
+        found["allocated_mib"] = round((run["facts"].get("allocated_bytes") or 0) / 2**20)
+        if stats.exists():
+            written = json.loads(stats.read_text())
+            found |= {
+                key: written.get(key) for key in ("counters", "latency", "async", "fused_gather") if key in written
+            }
+        return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", default=",".join(ENGINES), help="which, in this order (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="also write the report there")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Steps(Path(folder), arguments.engines.split(",")).measure()
+    text = json.dumps(report, indent=1)
+    print(text)
+    if arguments.out:
+        (arguments.out / "gpu_engine.json").write_text(text + "\n")
+    return 1 if report["errors"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,347 @@
+"""What a device's stream does for a round, in order, and the check at start that it does it.
+
+`CudaStream` enqueues driver calls on addresses; nothing here waits for a device but `wait_idle`. `HostStream` is a thread that
+plays the same operations in order where there is no device, so that everything else is the same with and without one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from farspark.engine.handoff.region import Region, distance, next_round
+from farspark.errors import FarsparkError
+from farspark.native import HostPage, Status
+
+logger = logging.getLogger(__name__)
+
+_TEST_BYTES: Final = 1024
+_TEST_S: Final = 5.0
+# Long enough for a stream that does not wait to be seen past the wait.
+_PARKED_S: Final = 0.01
+
+
+class DriverError(FarsparkError):
+    """The driver refused a call; the message has its name and the driver's words."""
+
+
+class SelfTestError(FarsparkError):
+    """The stream does not do what rounds need; it is not parked."""
+
+
+class StreamStuckError(FarsparkError):
+    """The stream waits for good, although everything that it could wait for was released. The engine must not go on with it."""
+
+
+class Stream(Protocol):
+    """Owned by the engine thread. Everything is done in the order of the calls; all but `wait_idle` return at once."""
+
+    @property
+    def mechanism(self) -> str:
+        """For the statistics."""
+        ...
+
+    def run(self, work: Callable[[], object]) -> None:
+        """`work` enqueues operations of its own."""
+        ...
+
+    def to_host(self, to: int, source: int, size: int) -> None:
+        """Copy from the device's address `source`."""
+        ...
+
+    def to_device(self, to: int, source: int, size: int) -> None: ...
+
+    def write_gathered(self, round_: int) -> None: ...
+
+    def wait_released(self, round_: int) -> None: ...
+
+    def write_consumed(self, round_: int) -> None: ...
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Whether everything is done by then."""
+        ...
+
+    def close(self) -> None:
+        """The stream is idle. Idempotent."""
+        ...
+
+
+# ---- CUDA
+
+_PORTABLE_AND_MAPPED: Final = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
+_WAIT_GEQ: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ: cyclic
+_WRITE_DEFAULT: Final = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: behind a barrier for all that the stream wrote before
+_NOT_READY: Final = 600
+_POINTER, _U64, _U32, _SIZE = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t
+_CALLS: Final[dict[str, tuple[Any, ...]]] = {
+    "cuCtxGetCurrent": (_POINTER,),
+    "cuMemHostRegister_v2": (_POINTER, _SIZE, ctypes.c_uint),
+    "cuMemHostGetDevicePointer_v2": (_POINTER, _POINTER, ctypes.c_uint),
+    "cuMemHostUnregister": (_POINTER,),
+    "cuMemcpyDtoHAsync_v2": (_POINTER, _U64, _SIZE, _POINTER),
+    "cuMemcpyHtoDAsync_v2": (_U64, _POINTER, _SIZE, _POINTER),
+    "cuStreamWriteValue32_v2": (_POINTER, _U64, _U32, ctypes.c_uint),
+    "cuStreamWaitValue32_v2": (_POINTER, _U64, _U32, ctypes.c_uint),
+    "cuStreamQuery": (_POINTER,),
+    "cuGetErrorString": (ctypes.c_int, _POINTER),
+}
+
+
+class _Driver:
+    """libcuda, which is in the process already. Calls leave the GIL: the driver may make one wait for a module load."""
+
+    def __init__(self) -> None:
+        """Raises DriverError."""
+        try:
+            self.library = ctypes.CDLL("libcuda.so.1")
+            for name, arguments in _CALLS.items():
+                function = getattr(self.library, name)
+                function.argtypes = arguments
+                function.restype = ctypes.c_int
+        except (OSError, AttributeError) as error:
+            raise DriverError(f"the CUDA driver cannot be used: {error}") from error
+        context = ctypes.c_void_p()
+        self.check("cuCtxGetCurrent", self.library.cuCtxGetCurrent(ctypes.byref(context)))
+        if not context.value:
+            raise DriverError("this thread has no CUDA context")
+
+    def check(self, name: str, result: int) -> None:
+        if result:
+            text = ctypes.c_char_p()
+            self.library.cuGetErrorString(result, ctypes.byref(text))
+            raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({result})")
+
+
+class CudaStream:
+    """The stream that is current when a round is enqueued. Made, used and closed by the engine thread."""
+
+    mechanism: Final = "stream memory operations"
+
+    def __init__(self, region: Region, page: HostPage, current: Callable[[], int]) -> None:
+        """Registers the region with the driver; `current` says which stream is the current one. Raises DriverError."""
+        self._driver = _Driver()
+        calls = self._driver.library
+        self._address = region.address
+        self._current = current
+        self._copy_to_host = calls.cuMemcpyDtoHAsync_v2
+        self._copy_to_device = calls.cuMemcpyHtoDAsync_v2
+        self._write_value = calls.cuStreamWriteValue32_v2
+        self._wait_value = calls.cuStreamWaitValue32_v2
+        self._driver.check(
+            "cuMemHostRegister", calls.cuMemHostRegister_v2(region.address, region.size, _PORTABLE_AND_MAPPED)
+        )
+        self._is_registered = True
+        base = ctypes.c_uint64()
+        try:
+            self._driver.check(
+                "cuMemHostGetDevicePointer",
+                calls.cuMemHostGetDevicePointer_v2(ctypes.byref(base), region.address, 0),
+            )
+        except DriverError:
+            self.close()
+            raise
+        offset = page.info.address - region.address
+        self._gathered = base.value + offset + page.info.gathered_offset
+        self._released = base.value + offset + page.info.released_offset
+        self._consumed = base.value + offset + page.info.consumed_offset
+
+    def run(self, work: Callable[[], object]) -> None:
+        work()
+
+    def to_host(self, to: int, source: int, size: int) -> None:
+        result = self._copy_to_host(to, source, size, self._current())
+        if result:
+            self._driver.check("cuMemcpyDtoHAsync", result)
+
+    def to_device(self, to: int, source: int, size: int) -> None:
+        result = self._copy_to_device(to, source, size, self._current())
+        if result:
+            self._driver.check("cuMemcpyHtoDAsync", result)
+
+    def write_gathered(self, round_: int) -> None:
+        result = self._write_value(self._current(), self._gathered, round_, _WRITE_DEFAULT)
+        if result:
+            self._driver.check("cuStreamWriteValue32", result)
+
+    def wait_released(self, round_: int) -> None:
+        result = self._wait_value(self._current(), self._released, round_, _WAIT_GEQ)
+        if result:
+            self._driver.check("cuStreamWaitValue32", result)
+
+    def write_consumed(self, round_: int) -> None:
+        result = self._write_value(self._current(), self._consumed, round_, _WRITE_DEFAULT)
+        if result:
+            self._driver.check("cuStreamWriteValue32", result)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Never by a call that would wait for good. Raises DriverError where the device itself has failed."""
+        until = time.monotonic() + timeout_s
+        while (result := self._driver.library.cuStreamQuery(self._current())) == _NOT_READY:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.0002)
+        self._driver.check("cuStreamQuery", result)
+        return True
+
+    def close(self) -> None:
+        if self._is_registered:
+            self._is_registered = False
+            result = self._driver.library.cuMemHostUnregister(self._address)
+            if result:
+                logger.warning("farspark: the region was not unregistered (CUDA error %d)", result)
+
+    def __repr__(self) -> str:
+        return f"<CudaStream {'registered' if self._is_registered else 'closed'}>"
+
+
+# ---- without a device
+
+
+class HostStream:
+    """A thread that does what a stream does, in order, on addresses of the host's. For tests."""
+
+    mechanism: Final = "a thread in place of a stream"
+
+    def __init__(self, page: HostPage) -> None:
+        self._page = page
+        self._reply = page.make_reply()
+        self._work: deque[Callable[[], object]] = deque()  # guarded by _changed, as is what follows
+        self._changed = threading.Condition()
+        self._is_busy = False
+        self._is_closed = False
+        self.failure: BaseException | None = None  # of the first operation that raised; the rest are done all the same
+        self._thread = threading.Thread(target=self._play, name="farspark-stream", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[], object]) -> None:
+        with self._changed:
+            self._work.append(work)
+            self._changed.notify_all()
+
+    def to_host(self, to: int, source: int, size: int) -> None:
+        self.run(lambda: ctypes.memmove(to, source, size))
+
+    def to_device(self, to: int, source: int, size: int) -> None:
+        self.run(lambda: ctypes.memmove(to, source, size))
+
+    def write_gathered(self, round_: int) -> None:
+        self.run(lambda: self._page.gather(round_))
+
+    def wait_released(self, round_: int) -> None:
+        def wait() -> None:
+            while (
+                self._page.wait_released(
+                    round_, spin_ns=20_000, nap_ns=20_000, deadline_ns=time.monotonic_ns() + 100_000_000
+                )
+                is Status.TIMED_OUT
+            ):
+                pass
+
+        self.run(wait)
+
+    def write_consumed(self, round_: int) -> None:
+        self.run(lambda: self._page.consume(round_))
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._work and not self._is_busy, timeout_s)
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(_TEST_S)
+
+    def _play(self) -> None:
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._work or self._is_closed)
+                if not self._work:
+                    return
+                work = self._work.popleft()
+                self._is_busy = True
+            try:
+                work()
+            except BaseException as error:  # a device goes on, too; tests look at it
+                self.failure = self.failure or error
+
+    def __repr__(self) -> str:
+        return f"<HostStream {len(self._work)} operations to do>"
+
+
+# ---- the check at start
+
+
+def self_test(stream: Stream, region: Region, page: HostPage, scratch: int, newest: int) -> int:
+    """Two rounds numbered behind `newest`; returns the newest number then. `scratch`: a device buffer of a reply's size.
+
+    Raises SelfTestError with the reason once the stream is idle again, StreamStuckError if it stays parked.
+    """
+    round_ = newest
+    try:
+        for turn in range(2):
+            round_ = next_round(round_)
+            _test_round(stream, region, page, scratch, round_, turn)
+        if not stream.wait_idle(_TEST_S):
+            raise SelfTestError(f"the stream did not come to its end within {_TEST_S:g} s")
+    except (SelfTestError, DriverError) as error:
+        rescue(stream, page, round_, str(error))
+        raise SelfTestError(str(error)) from error
+    return round_
+
+
+def rescue(stream: Stream, page: HostPage, newest: int, why: str) -> None:
+    """Release everything with a plain store, and see the stream come to its end. Raises StreamStuckError."""
+    page.fail_all(newest)
+    try:
+        is_idle = stream.wait_idle(_TEST_S)
+    except DriverError as error:
+        raise StreamStuckError(f"{why}; and then: {error}") from error
+    if not is_idle:
+        raise StreamStuckError(
+            f"{why}; and the stream is parked for good: it does not see a released word. The engine cannot go on with it; "
+            "start without VLLM_DSPARK_REMOTE_ASYNC"
+        )
+
+
+def _test_round(stream: Stream, region: Region, page: HostPage, scratch: int, round_: int, turn: int) -> None:
+    size = min(page.info.reply_bytes, _TEST_BYTES)
+    sent, back = region.rows_address, region.rows_address + _TEST_BYTES
+    out = bytes((7 * i + 3 + turn) % 251 for i in range(size))
+    answer = bytes((11 * i + 5 + turn) % 241 for i in range(page.info.reply_bytes))
+    ctypes.memmove(sent, out, size)
+    ctypes.memset(back, 0, size)
+    stream.to_device(scratch, sent, size)
+    stream.to_host(back, scratch, size)
+    stream.write_gathered(round_)
+    stream.wait_released(round_)
+    stream.to_device(scratch, page.info.address + page.info.reply_offset, page.info.reply_bytes)
+    stream.to_host(sent, scratch, size)
+    stream.write_consumed(round_)
+
+    deadline = time.monotonic_ns() + int(_TEST_S * 1e9)
+    status = page.wait_gathered(round_, spin_ns=0, nap_ns=50_000, deadline_ns=deadline)
+    if status is not Status.OK:
+        raise SelfTestError(f"the CPU did not see `gathered` within {_TEST_S:g} s ({status.name})")
+    if ctypes.string_at(back, size) != out:
+        raise SelfTestError("`gathered` was seen before the data that was copied in front of it")
+    time.sleep(_PARKED_S)
+    if distance(page.words().consumed, round_) >= 0:
+        raise SelfTestError("the stream passed the wait before anything was published")
+    reply = page.make_reply()
+    reply.memory[:] = answer
+    if page.publish(round_, reply) is not Status.OK:
+        raise SelfTestError("the round could not be published")
+    while distance(page.words().consumed, round_) < 0:
+        if time.monotonic_ns() >= deadline:
+            raise SelfTestError(f"the stream did not pass the wait within {_TEST_S:g} s of the release")
+        time.sleep(0.0001)
+    if ctypes.string_at(sent, size) != answer[:size]:
+        raise SelfTestError("the copy behind the wait did not read what was published")
