@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": {"errors", "wire"},
     "native": {"errors", "native"},
     "transport": {"errors", "clock", "transport"},
+    "transport.ucx": {"errors", "clock", "transport", "native.build", "native.ucx"},
     "engine": set(),
     "engine.config": {"errors", "token_file", "transport.endpoint", "engine.depth"},
     "engine.depth": set(),
@@ -44,9 +45,31 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.capture": CORE | ENGINE_CORE | {"wire", "engine.round"},
     "engine.replay": CORE | ENGINE_CORE | {"wire", "transport", "engine.capture", "engine.client", "engine.round"},
     "engine.gather": CORE | ENGINE_CORE | {"engine.gather", "engine.round"},
+    "engine.talker": CORE | ENGINE_CORE | {"wire", "transport", "engine.capture", "engine.client", "engine.round"},
+    "engine.handoff": CORE | ENGINE_CORE | {"native", "engine.handoff", "engine.round", "engine.talker"},
+    # What a proxy runs has nothing of a device in reach.
+    "engine.handoff.region": ENGINE_CORE | {"engine.round"},
+    "engine.handoff.gate": {"engine.handoff.region"},
+    "engine.handoff.proxy": CORE | ENGINE_CORE | {"native", "engine.handoff.region", "engine.round", "engine.talker"},
+    "engine.handoff.child": CORE | {"native", "engine.handoff.proxy", "engine.handoff.region", "engine.talker"},
+    "engine.handoff.thread": CORE
+    | {"native", "engine.handoff.gate", "engine.handoff.proxy", "engine.handoff.region", "engine.talker"},
+    "engine.handoff.process": CORE
+    | {"native", "engine.handoff.child", "engine.handoff.gate", "engine.handoff.region", "engine.talker", ""},
     "engine.vllm": CORE
     | ENGINE_CORE
-    | {"wire", "engine.capture", "engine.client", "engine.round", "engine.gather", "engine.vllm", ""},
+    | {
+        "wire",
+        "engine.capture",
+        "engine.client",
+        "engine.round",
+        "engine.talker",
+        "engine.gather",
+        "engine.handoff",
+        "engine.vllm",
+        "",
+    },
+    "engine.vllm.pp": {"errors", "engine.config", "engine.vllm.pp", "engine.vllm.logs", "engine.vllm.warmup"},
     "worker": set(),
     "worker.config": CORE | {"transport.endpoint", "wire.layout"},
     "worker.batch": set(),
@@ -54,8 +77,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker.server": CORE | {"wire", "transport", "worker.config", "worker.batch", "worker.session"},
     "worker.checkpoint": CORE | {"worker.batch", "worker.checkpoint"},
     "worker.context": CORE | {"worker.batch"},
-    "worker.drafter": CORE | {"worker.batch", "worker.checkpoint", "worker.context", "worker.models"},
+    "worker.device": CORE | {"worker.context", "worker.graphs", "worker.models", "worker.ring_attention"},
+    "worker.drafter": CORE
+    | {"worker.batch", "worker.checkpoint", "worker.context", "worker.device", "worker.graphs", "worker.models"},
+    "worker.graphs": set(),
     "worker.models": CORE | {"worker.checkpoint", "worker.models"},
+    "worker.ring_attention": set(),
     "probe": CORE | {"wire", "transport", "probe"},
     "mock": CORE | {"wire", "transport", "worker.batch", "worker.config", "worker.server", "mock"},
     "check": CORE | {"check"},
@@ -80,13 +107,25 @@ MAY_IMPORT: dict[str, set[str]] = {
 # What only some rooms may touch outside of ours; a parent package covers what is below it.
 ONLY_IN: dict[str, set[str]] = {
     "vllm": {"engine.vllm"},
-    "torch": {"engine.gather", "engine.vllm", "worker.drafter", "worker.context", "worker.models", "worker.checkpoint"},
+    "torch": {
+        "engine.gather",
+        "engine.vllm",
+        "worker.checkpoint",
+        "worker.context",
+        "worker.device",
+        "worker.drafter",
+        "worker.graphs",
+        "worker.models",
+        "worker.ring_attention",
+    },
     "numpy": {
         *ENGINE_CORE,
         "engine.capture",
         "engine.replay",
         "engine.round",
+        "engine.talker",
         "engine.gather",
+        "engine.handoff",
         "engine.vllm",
         "worker.drafter",
         "worker.context",
@@ -94,11 +133,12 @@ ONLY_IN: dict[str, set[str]] = {
         "worker.checkpoint",
     },
     "safetensors": {"worker.checkpoint"},
-    "socket": {"transport.tcp", "transport.endpoint", "mock.relay"},
+    "socket": {"transport.tcp", "transport.ucx", "transport.addresses", "mock.relay"},
     "threading": {
         "transport",
         "engine.capture",
         "engine.client",
+        "engine.handoff",
         "worker.server",
         "mock.relay",
         "check.run",
@@ -113,7 +153,14 @@ ONLY_IN: dict[str, set[str]] = {
     "httpx": {"demo"},
     "farspark_vllm_cpu_engine": {"demo"},
     "farspark_smollm2_drafter": {"demo"},
-    "triton": {"engine.gather.triton_gather"},
+    "ctypes": {"native", "engine.handoff.stream", "transport.ucx"},
+    "triton": {
+        "engine.gather.triton_gather",
+        "worker.models.fused",
+        "worker.models.fused_streams",
+        "worker.models.packed_experts",
+        "worker.ring_attention",
+    },
 }
 PURE = {"wire": {"socket", "threading", "time", "logging", "asyncio", "os"}}
 
@@ -192,6 +239,12 @@ def test_a_module_imports_only_what_its_room_may(path: Path) -> None:
         ("engine.slots", "from farspark.engine.vllm import plugin"),
         ("engine.gather.ring", "import vllm.config"),
         ("engine.launch", "from farspark.engine.round import RemoteRound"),
+        ("engine.handoff.handoff", "import torch"),
+        ("engine.handoff.proxy", "import triton"),
+        ("engine.handoff.proxy", "import ctypes"),
+        ("engine.handoff.proxy", "from farspark.engine.handoff.stream import CudaStream"),
+        ("engine.handoff.child", "from farspark.engine.handoff import handoff"),
+        ("engine.handoff.region", "from farspark.engine.gather.torch_gather import TorchGather"),
         ("worker.session", "import torch"),
         ("worker.drafter", "from farspark.wire import layout"),
         ("worker.server", "from farspark.engine.config import EngineConfig"),
@@ -221,7 +274,10 @@ def test_an_allowed_import_passes(module: str, source: str) -> None:
 
 
 def test_importing_the_package_the_wire_and_the_engine_core_loads_neither_torch_nor_vllm() -> None:
-    modules = "farspark, farspark.wire.codec, farspark.engine.round, farspark.worker.server, farspark.cli.main"
+    modules = (
+        "farspark, farspark.wire.codec, farspark.engine.round, farspark.engine.handoff.handoff, farspark.worker.server, "
+        "farspark.cli.main"
+    )
     probe = f"import sys; import {modules}; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
