@@ -176,6 +176,8 @@ def _round(world: World, planned: Sequence[tuple[int, int, bool]], fault: Fault,
 def _check(world: World, rows: Sequence[Row], fault: Fault, outcome: RoundOutcome, tally: Tally) -> None:
     statuses = world.round.last_drafts.entry_status
     failed = 0
+    if len(statuses) < len(rows):
+        raise Mismatch(f"no answer without a fault: {world.stats.counters()}")
     for index, row in enumerate(rows):
         if statuses[index].is_usable:
             world.keep(row)

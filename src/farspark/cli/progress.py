@@ -15,8 +15,9 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 @contextlib.contextmanager
-def shown_progress(stream: TextIO = sys.stderr) -> Iterator[Progress]:
-    """A `progress(what, done, total)`; `total` 0 while it is not known."""
+def shown_progress(stream: TextIO | None = None) -> Iterator[Progress]:
+    """A `progress(what, done, total)` on `stream` (None: what stderr is now); `total` 0 while it is not known."""
+    stream = stream or sys.stderr
     if stream.isatty():
         try:
             from rich.console import Console
