@@ -17,6 +17,8 @@ from torch import Tensor
 _PROGRAMS: Final = 512
 _SHORTEST_PART: Final = 64
 _LONGEST_PART: Final = 512
+# What every GPU from Ampere on has for one program, where torch does not say.
+_SHARED_BYTES: Final = 99 << 10
 
 
 @triton.jit
@@ -181,6 +183,7 @@ def attend_ring(
         "COLUMNS": columns,
         "QUERIES": queries,
     }
+    keys = 64 if part <= 128 else 32
     _attend_kernel[(batch * kv_heads, parts)](
         query,
         key_value,
@@ -197,10 +200,20 @@ def attend_ring(
         **sizes,
         OWN=max(16, int(triton.next_power_of_2(length))),
         PART=part,
-        KEYS=64 if part <= 128 else 32,
+        KEYS=keys,
         PRECISION="ieee" if kv.dtype == torch.float32 else "tf32",
+        num_stages=_stages(kv, queries * columns, 2 * keys * columns),
     )
     _combine_kernel[(batch * kv_heads, length * heads // kv_heads)](
         sums, peaks, weights, out, parts, **sizes, PARTS=int(triton.next_power_of_2(parts))
     )
     return out
+
+
+def _stages(kv: Tensor, held: int, loaded: int) -> int:
+    """How many loads of `loaded` values may be under way at once, beside `held` values, in a program's shared memory."""
+    if kv.device.type != "cuda":
+        return 1
+    facts = torch.cuda.get_device_properties(kv.device)
+    room = getattr(facts, "shared_memory_per_block_optin", _SHARED_BYTES) // kv.itemsize - held
+    return int(min(max(room // loaded, 1), 3))

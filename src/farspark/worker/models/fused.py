@@ -20,9 +20,11 @@ from farspark.worker.models.heads import MarkovHead, VanillaMarkov
 from farspark.worker.models.hyper_connections import HyperConnection, Mixes
 from farspark.worker.models.packed_experts import PackedExperts
 
-# Rows of the Markov head's second matrix that one program reads, and requests that share one reading of it: the least
-# number of columns that a tensor core takes.
+# Rows of the Markov head's second matrix that one program reads, at most, and the bytes of them that also a GPU with 99 KiB of
+# shared memory has room for.
 _VOCABULARY_ROWS: Final = 128
+_TILE_BYTES: Final = 64 << 10
+# Requests that share one reading of it: the least number of columns that a tensor core takes.
 _REQUESTS: Final = 16
 
 
@@ -315,9 +317,11 @@ def greedy_chain(
     tops = torch.empty((requests, steps), dtype=torch.float32, device=device)
     embedded = None if w1 is None else torch.empty((requests, steps, rank), dtype=w1.dtype, device=device)
     nothing: Any = base
-    sizes = {"RANK": rank, "COLUMNS": _power_of_two(rank, 16)}
+    columns = _power_of_two(rank, 16)
+    rows = min(_VOCABULARY_ROWS, _TILE_BYTES // (columns * base.itemsize))
+    sizes = {"RANK": rank, "COLUMNS": columns}
     for step in range(steps):
-        _chain_kernel[(triton.cdiv(vocabulary, _VOCABULARY_ROWS), triton.cdiv(requests, _REQUESTS))](
+        _chain_kernel[(triton.cdiv(vocabulary, rows), triton.cdiv(requests, _REQUESTS))](
             base[:, step],
             nothing if w1 is None else w1,
             nothing if w2 is None else w2,
@@ -330,7 +334,7 @@ def greedy_chain(
             requests,
             scale,
             **sizes,
-            ROWS=_VOCABULARY_ROWS,
+            ROWS=rows,
             REQUESTS=_REQUESTS,
             IS_SCALED=scale != 1.0,
             PRECISION="ieee" if w2 is None or w2.dtype == torch.float32 else "tf32",
