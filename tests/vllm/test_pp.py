@@ -125,14 +125,17 @@ def drafts_of(run: dict[str, Any]) -> dict[tuple[str, int], list[int]]:
     return {(request, position): drafts for request, position, drafts in run["drafts"]}
 
 
-def assert_same_text(run: dict[str, Any], alone: dict[str, Any]) -> int:
-    """The tokens compared. Aborts fall at other lengths where steps overlap otherwise: there, the shorter is the beginning."""
+def assert_same_text(run: dict[str, Any], alone: dict[str, Any], *, finds_as_much: bool = True) -> int:
+    """The tokens compared. Aborts fall at other lengths where steps overlap otherwise: there, the shorter is the beginning.
+
+    `finds_as_much`: in the prefix cache.
+    """
     compared = 0
     for name, phase in run["phases"].items():
         expected = alone["phases"][name]["tokens"]
         if name != "aborted":
             assert phase["tokens"] == expected, name
-            assert phase["cached"] == alone["phases"][name]["cached"]
+            assert not finds_as_much or phase["cached"] == alone["phases"][name]["cached"]
         for request, tokens in phase["tokens"].items():
             known = expected.get(request, tokens)
             length = min(len(tokens), len(known))
@@ -271,7 +274,8 @@ def test_a_remote_drafter_in_capacity_serves_the_last_stage_alone(
         two = engine(2, settings | TRANSPORT, ahead=ahead)
     finally:
         worker.kill()
-    assert assert_same_text(one, alone) >= 500
+    # Without a draft layer the last cached block of a prompt is not given up.
+    assert assert_same_text(one, alone, finds_as_much=False) >= 500
     assert_equals_one_stage(two, one, 2)
     counters = json.loads(stats.read_text())["counters"]
     assert counters["hellos"] == 1
