@@ -165,11 +165,15 @@ def signal_every_process() -> int:
             parents[int(file.parent.name)], sessions[int(file.parent.name)] = int(parent), int(its_session)
     leaders = {pid for pid, above in parents.items() if above == os.getpid() and sessions[pid] == pid}
     signalled = 0
-    for pid, session in sessions.items():
-        # Python's own tracker of shared memory is no process of the engine, and would die of it.
-        if session in leaders and b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+    for pid in [pid for pid, session in sessions.items() if session in leaders]:
+        command, environment = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+        # Other tests may have left something; and Python's own tracker of shared memory is no process of the engine, and
+        # would die of it.
+        if b"PP_TEST_PLAN=" in environment and b"resource_tracker" not in command:
             os.kill(pid, signal.SIGUSR1)
             signalled += 1
+            # One after the other, since all write to the same pipe.
+            time.sleep(0.5)
     return signalled
 
 
