@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final
 
 from farspark.clock import Deadline
 from farspark.errors import ConfigError, ProtocolError, TransportError
 from farspark.transport.base import Piece
 from farspark.transport.endpoint import Endpoint
+from farspark.transport.ends import ListenerEnd, WatchedChannelEnd
 
 # A sender waits once this much lies unread, as it would behind a socket's buffer; a single frame always fits.
 CAPACITY_BYTES: Final = 1024 * 1024
@@ -52,7 +51,7 @@ class _Link:
         self.is_closed = False
 
 
-class MemoryChannel:
+class MemoryChannel(WatchedChannelEnd):
     """A `Channel` to another object of this class."""
 
     def __init__(self, link: _Link, out: _Direction, into: _Direction, max_frame_bytes: int, name: str) -> None:
@@ -63,27 +62,6 @@ class MemoryChannel:
         self._lane = f"memory {name}"
         self._is_closed = False
         self._begun: memoryview | None = None  # a frame that `recv_head` has shown
-
-    def __repr__(self) -> str:
-        return f"<MemoryChannel {self._lane}{' closed' if self._is_closed else ''}>"
-
-    def __del__(self) -> None:
-        if not getattr(self, "_is_closed", True):
-            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=1)
-
-    def __enter__(self) -> MemoryChannel:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def lane(self) -> str:
-        return self._lane
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
 
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         frame = b"".join(pieces)
@@ -165,29 +143,17 @@ def pair(
     )
 
 
-class MemoryListener:
+class MemoryListener(ListenerEnd):
     """A `Listener` under a name of this process."""
 
     def __init__(self, name: str, max_frame_bytes: int) -> None:
         self._name = name
+        self._endpoint = f"memory://{name}"
+        self._lanes = "memory"
         self._max_frame_bytes = max_frame_bytes
         self._changed = threading.Condition()
         self._waiting: deque[MemoryChannel] = deque()
         self._is_closed = False
-
-    def __enter__(self) -> MemoryListener:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def endpoint(self) -> str:
-        return f"memory://{self._name}"
-
-    @property
-    def lanes(self) -> str:
-        return "memory"
 
     def accept(self, deadline: Deadline) -> MemoryChannel:
         with self._changed:

@@ -16,7 +16,6 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Final
 
 from farspark.clock import Deadline
@@ -24,6 +23,7 @@ from farspark.errors import ConfigError, ProtocolError, TransportError
 from farspark.transport.addresses import SocketAddress, reason, resolve, show
 from farspark.transport.base import Piece
 from farspark.transport.endpoint import Endpoint
+from farspark.transport.ends import ChannelEnd, ListenerEnd
 
 DEFAULT_CONNECT_SPIN_US: Final = 200
 # A worker waits for the engine's next step, milliseconds away: spinning would only take a core from the drafter.
@@ -48,7 +48,7 @@ _DONT_WAIT, _WAIT_ALL = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL)
 _BACKLOG = 128
 
 
-class TcpChannel:
+class TcpChannel(ChannelEnd):
     """A `Channel` over one connected socket, which it owns."""
 
     def __init__(self, sock: socket.socket, *, max_frame_bytes: int, spin_us: int) -> None:
@@ -73,23 +73,6 @@ class TcpChannel:
         self._memory = bytearray(_FIRST_MEMORY_BYTES)
         self._from = 0
         self._to = 0
-
-    def __repr__(self) -> str:
-        return f"<TcpChannel {self._lane}{' closed' if self._is_closed else ''}>"
-
-    def __enter__(self) -> TcpChannel:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def lane(self) -> str:
-        return self._lane
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
 
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         """As `Channel.send`. Raises ValueError for a frame above the wire's own 4 GiB."""
@@ -300,7 +283,7 @@ class TcpChannel:
         return TransportError(f"{self._lane}: {'closed' if closed_here else error.strerror or error}")
 
 
-class TcpListener:
+class TcpListener(ListenerEnd):
     """A `Listener` over one listening socket, which it owns."""
 
     def __init__(self, sock: socket.socket, *, max_frame_bytes: int, spin_us: int) -> None:
@@ -309,28 +292,12 @@ class TcpListener:
         self._spin_us = spin_us
         host, port = sock.getsockname()[:2]
         self._endpoint = str(Endpoint("tcp", host, port))
+        self._lanes = "tcp"
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._closing = threading.Lock()  # guards the two below: the descriptor may not be closed under `accept`
         self._is_closed = False
         self._is_busy = False
-
-    def __repr__(self) -> str:
-        return f"<TcpListener {self._endpoint}{' closed' if self._is_closed else ''}>"
-
-    def __enter__(self) -> TcpListener:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def endpoint(self) -> str:
-        return self._endpoint
-
-    @property
-    def lanes(self) -> str:
-        return "tcp"
 
     def accept(self, deadline: Deadline) -> TcpChannel:
         with self._closing:

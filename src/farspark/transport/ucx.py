@@ -18,11 +18,9 @@ import resource
 import socket
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Final, NoReturn
 
 from farspark.clock import Deadline
@@ -32,6 +30,7 @@ from farspark.native.ucx import NEVER, Address, UcxLibrary, UcxPiece, load_ucx
 from farspark.transport.addresses import SocketAddress, reason, resolve, show
 from farspark.transport.base import Piece
 from farspark.transport.endpoint import Endpoint
+from farspark.transport.ends import ListenerEnd, WatchedChannelEnd
 
 DEFAULT_CONNECT_SPIN_US: Final = 200
 # A worker waits for the engine's next step, milliseconds away: spinning would only take a core from the drafter.
@@ -155,7 +154,7 @@ class _Held:
         self._count = 0
 
 
-class UcxChannel:
+class UcxChannel(WatchedChannelEnd):
     """A `Channel` over one UCX endpoint, which it owns."""
 
     def __init__(
@@ -178,27 +177,6 @@ class UcxChannel:
         self._length = ctypes.c_size_t()
         self._begun: memoryview | None = None  # a frame that `recv_head` has shown
         self._limit_unread()
-
-    def __repr__(self) -> str:
-        return f"<UcxChannel {self._lane}{' closed' if self._is_closed else ''}>"
-
-    def __del__(self) -> None:
-        if not getattr(self, "_is_closed", True):
-            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=1)
-
-    def __enter__(self) -> UcxChannel:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def lane(self) -> str:
-        return self._lane
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
 
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         self._begin()
@@ -379,7 +357,7 @@ class UcxChannel:
             self._is_closed = True
 
 
-class UcxListener:
+class UcxListener(ListenerEnd):
     """A `Listener` over one UCX listener. Connections are established on a thread of its own, all at once, so that a client
     that is slow, or an owner that is not here to accept, keeps nobody waiting.
     """
@@ -401,23 +379,6 @@ class UcxListener:
         self._why_ended = ""
         self._thread = threading.Thread(target=self._establish, name="farspark-ucx-listener", daemon=True)
         self._thread.start()
-
-    def __repr__(self) -> str:
-        return f"<UcxListener {self._endpoint}{' closed' if self._is_closed else ''}>"
-
-    def __enter__(self) -> UcxListener:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def endpoint(self) -> str:
-        return self._endpoint
-
-    @property
-    def lanes(self) -> str:
-        return self._lanes
 
     def accept(self, deadline: Deadline) -> UcxChannel:
         with self._changed:
