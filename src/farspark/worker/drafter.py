@@ -54,9 +54,8 @@ class Shapes:
         on_cpu = device.type == "cpu"
         few = range(1, 9) if on_cpu else (1, 2, 4, 8)
         # A GPU attends to what is visible only, wherever it lies; a CPU to all that the shape holds.
-        lengths = sorted({64 * 2**i for i in range(20)} | {96 * 2**i for i in range(20)})
-        if not on_cpu:
-            lengths = [256 * 2**i for i in range(20)]
+        shortest = (64, 96) if on_cpu else (256,)
+        lengths = sorted(length * 2**i for length in shortest for i in range(20))
         return cls(
             batches=_up_to(slots, [*few, 12, *(2**i for i in range(4, 12))]),
             contexts=_up_to(context, lengths),
@@ -119,9 +118,8 @@ class DSparkDrafter:
         self._mask_token_id = config.mask_token_id
         self._skipped = 0 if config.anchor_predicts else 1  # block positions in front of the first that predicts
         self._block = torch.arange(store.shape.block, device=self._device)
-        self._row_of: Tensor | None = (
-            None  # int64 [vocabulary]: the logits' row of a target's id, -1 for those not drafted
-        )
+        # int64 [vocabulary]: the logits' row of a target's id, -1 for those not drafted; None: the same.
+        self._row_of: Tensor | None = None
         if model.to_target is not None:
             self._row_of = torch.full((info.vocab_size,), -1, dtype=torch.int64, device=self._device)
             self._row_of[model.to_target] = torch.arange(len(model.to_target), device=self._device)

@@ -1,6 +1,9 @@
-"""What the models of dense drafters have in common: heads, drafted vocabulary, rotation, and who sees what of a block."""
+"""What the models of dense drafters have in common: layers, heads, drafted vocabulary, rotation, who sees what of a block."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +19,68 @@ from farspark.worker.models.heads import (
     SoftCappedMarkov,
     VanillaMarkov,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one layer but for its keys and values, in the carrier dtype. [out, in] as in the checkpoint."""
+
+    input_norm: Tensor  # [hidden]
+    query: Tensor  # [heads * d, hidden]
+    query_bias: Tensor | None
+    query_norm: Tensor  # [d]
+    key_norm: Tensor  # [d]
+    output: Tensor  # [hidden, heads * d]
+    output_bias: Tensor | None
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * intermediate, hidden]
+    down: Tensor  # [hidden, intermediate]
+
+
+def take_layer(tensors: dict[str, Tensor], index: int, *, mlp_norm: str) -> Layer:
+    """Layer `index`, taken out of `tensors`; `mlp_norm` is what the family calls the norm in front of the MLP."""
+    layer, attention = f"layers.{index}.", f"layers.{index}.self_attn."
+    return Layer(
+        input_norm=tensors.pop(layer + "input_layernorm.weight"),
+        query=tensors.pop(attention + "q_proj.weight"),
+        query_bias=tensors.pop(attention + "q_proj.bias", None),
+        query_norm=tensors.pop(attention + "q_norm.weight"),
+        key_norm=tensors.pop(attention + "k_norm.weight"),
+        output=tensors.pop(attention + "o_proj.weight"),
+        output_bias=tensors.pop(attention + "o_proj.bias", None),
+        mlp_norm=tensors.pop(layer + mlp_norm + ".weight"),
+        gate_up=torch.cat((tensors.pop(layer + "mlp.gate_proj.weight"), tensors.pop(layer + "mlp.up_proj.weight"))),
+        down=tensors.pop(layer + "mlp.down_proj.weight"),
+    )
+
+
+class KeysValues:
+    """The key and value projections of all layers as one, taken out of `tensors`: one product projects the context for all
+    layers, and each layer's slice serves its block. `names` are the projections that a layer has: k_proj, v_proj or one of them.
+    """
+
+    def __init__(
+        self, config: DenseConfig, tensors: dict[str, Tensor], names: Sequence[str], arithmetic: Arithmetic
+    ) -> None:
+        self._arithmetic = arithmetic
+        self._layers = config.num_layers
+        self._entry = len(names), config.num_kv_heads, config.head_dim
+        self._width = len(names) * config.num_kv_heads * config.head_dim
+        projections = [f"layers.{index}.self_attn.{name}." for index in range(config.num_layers) for name in names]
+        # [layers * names * kv heads * d, hidden]
+        self._weight = torch.cat([tensors.pop(name + "weight") for name in projections])
+        self._bias = torch.cat([tensors.pop(name + "bias") for name in projections]) if config.attention_bias else None
+
+    def of_context(self, combined: Tensor) -> Tensor:
+        """[M, hidden] -> [layers, M, names, kv heads, d]"""
+        projected = self._arithmetic.linear(combined, self._weight, self._bias)
+        return projected.view(-1, self._layers, *self._entry).transpose(0, 1)
+
+    def of_block(self, layer: int, normed: Tensor) -> Tensor:
+        """[B, Q, hidden] -> [B, Q, names, kv heads, d]"""
+        own = slice(layer * self._width, (layer + 1) * self._width)
+        projected = self._arithmetic.linear(normed, self._weight[own], None if self._bias is None else self._bias[own])
+        return projected.view(*normed.shape[:2], *self._entry)
 
 
 def take_markov(

@@ -79,11 +79,8 @@ class SoftCappedMarkov(VanillaMarkov):
         return soft_capped(super().bias(latent), self.cap, self.arithmetic)
 
 
-class GatedMarkov:
-    """A `MarkovHead` with B = W2 · (g ⊙ W1[prev]), g = σ(G · [h ; W1[prev]] + b); `weight` [r, hidden + r], `bias` [r].
-
-    `plain` embeds and projects.
-    """
+class _OverPlain:
+    """What a head has that shares the two matrices of a `VanillaMarkov`, and has a projection of its own."""
 
     def __init__(self, plain: VanillaMarkov, weight: Tensor, bias: Tensor) -> None:
         self.plain = plain
@@ -92,6 +89,13 @@ class GatedMarkov:
 
     def embed(self, previous: Tensor) -> Tensor:
         return self.plain.embed(previous)
+
+
+class GatedMarkov(_OverPlain):
+    """A `MarkovHead` with B = W2 · (g ⊙ W1[prev]), g = σ(G · [h ; W1[prev]] + b); `weight` [r, hidden + r], `bias` [r].
+
+    `plain` embeds and projects.
+    """
 
     def start(self, embedded: Tensor, ignored: Tensor) -> Tensor | None:
         return None
@@ -105,20 +109,12 @@ class GatedMarkov:
         return arithmetic.round(base + self.plain.bias(gated)), None
 
 
-class RecurrentMarkov:
+class RecurrentMarkov(_OverPlain):
     """A `MarkovHead` with B = W2 · tanh(o) and a state s that runs through the block, 0 in front of it.
 
     (g, c, o) = J · [s ; W1[prev] ; h] + b in three parts; s ← σ(g) ⊙ s + (1 - σ(g)) ⊙ tanh(c). `weight` [3r, 2r + hidden],
     `bias` [3r]; `plain` embeds and projects.
     """
-
-    def __init__(self, plain: VanillaMarkov, weight: Tensor, bias: Tensor) -> None:
-        self.plain = plain
-        self._weight = weight
-        self._bias = bias
-
-    def embed(self, previous: Tensor) -> Tensor:
-        return self.plain.embed(previous)
 
     def start(self, embedded: Tensor, ignored: Tensor) -> Tensor | None:
         # Training runs the state through the whole block, so through the positions too that predict nothing; the token in

@@ -7,8 +7,6 @@ rejected drafts leave nothing behind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,29 +14,15 @@ from torch import Tensor
 from farspark.worker.checkpoint import EMBEDDING, LM_HEAD, Qwen3DSparkConfig
 from farspark.worker.models.base import Arithmetic, BlockContext
 from farspark.worker.models.dense import (
+    KeysValues,
     inverse_frequencies,
     rotation,
     seen,
     take_confidence,
+    take_layer,
     take_markov,
     take_target_ids,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """Weights of one layer, in the carrier dtype. [out, in] as in the checkpoint."""
-
-    input_norm: Tensor  # [hidden]
-    query: Tensor  # [heads * d, hidden]
-    query_bias: Tensor | None
-    query_norm: Tensor  # [d]
-    key_norm: Tensor  # [d]
-    output: Tensor  # [hidden, heads * d]
-    output_bias: Tensor | None
-    mlp_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    down: Tensor  # [hidden, intermediate]
 
 
 class Qwen3DSpark:
@@ -69,32 +53,10 @@ class Qwen3DSpark:
         # Rows past the true vocabulary are padding: they must never win an argmax.
         rows = vocab_size if self.to_target is None else len(self.to_target)
         self._lm_head = rest.pop(LM_HEAD)[:rows]
-        keys_values, biases, self._layers = [], [], []
-        for index in range(config.num_layers):
-            layer, attention = f"layers.{index}.", f"layers.{index}.self_attn."
-            keys_values += [rest.pop(attention + "k_proj.weight"), rest.pop(attention + "v_proj.weight")]
-            if config.attention_bias:
-                biases += [rest.pop(attention + "k_proj.bias"), rest.pop(attention + "v_proj.bias")]
-            self._layers.append(
-                _Layer(
-                    input_norm=rest.pop(layer + "input_layernorm.weight"),
-                    query=rest.pop(attention + "q_proj.weight"),
-                    query_bias=rest.pop(attention + "q_proj.bias", None),
-                    query_norm=rest.pop(attention + "q_norm.weight"),
-                    key_norm=rest.pop(attention + "k_norm.weight"),
-                    output=rest.pop(attention + "o_proj.weight"),
-                    output_bias=rest.pop(attention + "o_proj.bias", None),
-                    mlp_norm=rest.pop(layer + "post_attention_layernorm.weight"),
-                    gate_up=torch.cat(
-                        (rest.pop(layer + "mlp.gate_proj.weight"), rest.pop(layer + "mlp.up_proj.weight"))
-                    ),
-                    down=rest.pop(layer + "mlp.down_proj.weight"),
-                )
-            )
-        # [layers * 2 * kv heads * d, hidden]: one product projects the context for all layers, and each layer's slice
-        # serves its block.
-        self._keys_values = torch.cat(keys_values)
-        self._keys_values_bias = torch.cat(biases) if biases else None
+        self._layers = [
+            take_layer(rest, index, mlp_norm="post_attention_layernorm") for index in range(config.num_layers)
+        ]
+        self._keys_values = KeysValues(config, rest, ("k_proj", "v_proj"), arithmetic)
         self._key_norms = torch.stack([layer.key_norm for layer in self._layers])
         self.markov = take_markov(config, rest, rows, arithmetic, scale=config.logit_scale)
         self.confidence = take_confidence(config, rest)
@@ -105,8 +67,7 @@ class Qwen3DSpark:
         config, arithmetic = self._config, self.arithmetic
         combined = arithmetic.linear(rows, self._fc)
         combined = arithmetic.rms_norm(combined, self._hidden_norm, config.rms_norm_eps)
-        projected = arithmetic.linear(combined, self._keys_values, self._keys_values_bias)
-        projected = projected.view(-1, config.num_layers, 2, config.num_kv_heads, config.head_dim).transpose(0, 1)
+        projected = self._keys_values.of_context(combined)
         cos, sin = self._rotation(positions)
         return arithmetic.norm_rotate_keys(
             projected, self._key_norms, config.rms_norm_eps, cos, sin, is_neox=config.rope_is_neox
@@ -119,7 +80,6 @@ class Qwen3DSpark:
         scale = config.head_dim**-0.5
         cos, sin = self._rotation(positions)
         masks = self._seen(length, context)
-        layer_width = 2 * config.num_kv_heads * config.head_dim
         residual = F.embedding(tokens, self._embedding)
         normed = arithmetic.rms_norm(residual, self._layers[0].input_norm, eps)
         # Each layer ends in the norm that comes next: adding and norming are one step for vLLM, and rounded as one.
@@ -128,10 +88,7 @@ class Qwen3DSpark:
             query = arithmetic.linear(normed, layer.query, layer.query_bias)
             query = query.view(batch, length, config.num_heads, config.head_dim)
             query = arithmetic.norm_rotate(query, layer.query_norm, eps, cos, sin, is_neox=is_neox)
-            own = slice(index * layer_width, (index + 1) * layer_width)
-            bias = None if self._keys_values_bias is None else self._keys_values_bias[own]
-            projected = arithmetic.linear(normed, self._keys_values[own], bias)
-            projected = projected.view(batch, length, 2, config.num_kv_heads, config.head_dim)
+            projected = self._keys_values.of_block(index, normed)
             key_value = arithmetic.norm_rotate_keys(projected, layer.key_norm, eps, cos, sin, is_neox=is_neox)
             attended = arithmetic.round(arithmetic.attend(context, index, query, key_value, scale, masks[index]))
             hidden = arithmetic.linear(attended, layer.output, layer.output_bias)
