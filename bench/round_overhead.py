@@ -32,6 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench.bare_socket import now_ns, read_exactly, spin  # noqa: E402
 from tests.fakes.drafters import NoopDrafter, info  # noqa: E402
 
 from farspark.clock import Deadline  # noqa: E402
@@ -68,7 +69,6 @@ NO_FLAGS = StepFlag(0)
 NEED_DRAFT, NEW_GEN = int(EntryFlag.NEED_DRAFT), int(EntryFlag.NEW_GEN)
 Microseconds = list[float]
 FOR_SERVERS: list[str] = []  # arguments that every server gets
-now_ns = time.monotonic_ns  # one clock for all processes of a machine
 
 
 class Stamps:
@@ -149,27 +149,6 @@ def serve_bare(request_bytes: int, reply_bytes: int, spin_us: int, stamps: str) 
                 if shared:
                     shared.mark(0)
                 sock.sendall(reply)
-
-
-def read_exactly(sock: socket.socket, into: memoryview, spin_us: int) -> bool:
-    """Fill `into` with blocking calls, each after up to `spin_us` of asking without sleeping; False at the end."""
-    got = 0
-    while got < len(into):
-        count = (spin(sock, into[got:], spin_us) if spin_us else None) or sock.recv_into(into[got:])
-        if not count:
-            return False
-        got += count
-    return True
-
-
-def spin(sock: socket.socket, into: memoryview, spin_us: int) -> int | None:
-    until = now_ns() + spin_us * 1000
-    while now_ns() < until:
-        try:
-            return sock.recv_into(into, 0, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass
-    return None
 
 
 def start(stack: ExitStack, *arguments: str) -> str:

@@ -29,6 +29,8 @@ from typing import Any, Final, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench.bare_socket import now_ns, read_exactly  # noqa: E402
+
 from farspark.clock import Deadline  # noqa: E402
 from farspark.errors import FarsparkError, TransportError  # noqa: E402
 from farspark.transport import Piece, connect, exchange, listen  # noqa: E402
@@ -42,7 +44,6 @@ SPIN_US: Final = 500
 ASLEEP_S: Final = 0.004
 LIMIT: Final = 8 * 1024 * 1024
 REQUESTS, NUM_DRAFTS = 4, 5
-now_ns = time.monotonic_ns
 Exchange = Callable[[], None]
 
 
@@ -94,27 +95,6 @@ def bare_client(address: str, shape: Shape, stack: ExitStack, spin_us: int) -> E
         read_exactly(sock, reply, spin_us)
 
     return one
-
-
-def read_exactly(sock: socket.socket, into: memoryview, spin_us: int) -> bool:
-    """Fill `into` with blocking calls, each after up to `spin_us` of asking without sleeping; False at the end."""
-    got = 0
-    while got < len(into):
-        count = (spin(sock, into[got:], spin_us) if spin_us else None) or sock.recv_into(into[got:])
-        if not count:
-            return False
-        got += count
-    return True
-
-
-def spin(sock: socket.socket, into: memoryview, spin_us: int) -> int | None:
-    until = now_ns() + spin_us * 1000
-    while now_ns() < until:
-        try:
-            return sock.recv_into(into, 0, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass
-    return None
 
 
 def bare(spin_us: int) -> Side:
