@@ -9,13 +9,13 @@ Every engine is a process of its own, one after the other. Prints one JSON repor
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from bench import gpu_draft  # noqa: E402
 from tests.gpu import run_vllm_0251 as engines  # noqa: E402
-from tests.vllm.processes import Worker, run_engine  # noqa: E402
+from tests.vllm.processes import run_engine  # noqa: E402
 
 N = 7
 STEPS = 300
@@ -104,32 +104,11 @@ class Steps(engines.Comparison):
 
     def measure(self) -> dict[str, Any]:
         target, drafter = write_pair(self._folder)
-        from farspark.worker.checkpoint import identities
+        one = functools.partial(self._one, target, drafter)
+        return self._beside_a_worker(drafter, target, one, context=4096)
 
-        identity = identities(drafter).identity.hex()
-        worker = Worker(drafter, target, self._folder, device="cuda", slots=8, context=4096)
-        report: dict[str, Any] = {"machine": engines.machine(), "engine": self._engine, "engines": {}, "errors": {}}
-        try:
-            began = time.monotonic()
-            worker.start()
-            report["worker_start_s"] = round(time.monotonic() - began, 1)
-            for name in self._names:
-                try:
-                    report["engines"][name] = self._one(name, target, drafter, worker.endpoint, identity)
-                    print(name, json.dumps(report["engines"][name])[:600], file=sys.stderr, flush=True)
-                except (RuntimeError, TimeoutError) as error:
-                    report["errors"][name] = str(error)[-3000:]
-        finally:
-            worker.kill()
-        return report
-
-    def _one(self, name: str, target: Path, drafter: Path, endpoint: str, identity: str) -> dict[str, Any]:
-        stats = self._folder / f"{name}.json"
-        settings = {}
-        if name in engines.REMOTE:
-            told = engines.REMOTE[name] | {"IDENTITY": identity, "STATS_FILE": str(stats), "STRICT_START": "1"}
-            settings = {f"VLLM_DSPARK_REMOTE_{key}": value for key, value in told.items()}
-            settings["VLLM_DSPARK_REMOTE"] = endpoint
+    def _one(self, target: Path, drafter: Path, name: str, settings: dict[str, str]) -> dict[str, Any]:
+        stats = self._stats_file(name)
         job = {
             "target": str(target),
             "drafter": None if name == "alone" else str(drafter),

@@ -26,23 +26,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+from tests.gpu.run_vllm_0251 import SIZES  # noqa: E402
+
 FAULT_LIMIT_S = 1.0
 N = 5
 SALTED = 700  # tokens of a long prompt
-# Larger than the CPU's tiny pair, so that graphs and NCCL matter; written in a second.
-SIZES = {
-    "HIDDEN": 512,
-    "HEAD_DIM": 128,
-    "HEADS": 4,
-    "KV_HEADS": 2,
-    "INTERMEDIATE": 1024,
-    "VOCAB": 4096,
-    "MASK_TOKEN": 4095,
-    "TARGET_LAYERS": 8,
-    "DRAFT_LAYERS": 3,
-    "TAPS": (1, 3, 5),
-    "MARKOV_RANK": 64,
-}
 SETTINGS: dict[str, dict[str, str]] = {
     "device": {"VLLM_DSPARK_PP_TRANSPORT": "1"},
     "device, cap": {"VLLM_DSPARK_PP_TRANSPORT": "1", "VLLM_DSPARK_PP_CAP": "1"},

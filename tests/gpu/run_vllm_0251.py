@@ -15,6 +15,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,43 +144,54 @@ class Comparison:
         }
 
     def run(self) -> dict[str, Any]:
+        runs: dict[str, dict[str, Any]] = {}
+
+        def one(name: str, settings: dict[str, str]) -> dict[str, Any]:
+            runs[name] = self._engine_run(name, settings)
+            return summary(runs[name])
+
+        report = self._beside_a_worker(self._pair.drafter, self._pair.target, one)
+        return report | compare(runs, report["errors"])
+
+    def _beside_a_worker(
+        self, drafter: Path, target: Path, one: Callable[[str, dict[str, str]], dict[str, Any]], **options: Any
+    ) -> dict[str, Any]:
+        """`one(name, how to reach the worker)` for every engine, one after the other, while a worker runs; its options."""
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         from farspark.worker.checkpoint import identities
 
-        identity = identities(self._pair.drafter, self._pair.target).identity.hex()
-        worker = Worker(self._pair.drafter, self._pair.target, self._folder, device="cuda", slots=8)
+        identity = identities(drafter, target).identity.hex()
+        worker = Worker(drafter, target, self._folder, device="cuda", slots=8, **options)
         report: dict[str, Any] = {"machine": machine(), "engine": self._engine, "engines": {}, "errors": {}}
-        runs: dict[str, dict[str, Any]] = {}
         try:
             began = time.monotonic()
             worker.start()
             report["worker_start_s"] = round(time.monotonic() - began, 1)
             for name in self._names:
                 try:
-                    runs[name] = self._engine_run(name, worker.endpoint, identity)
-                    report["engines"][name] = summary(runs[name])
-                    print(f"{name}: {json.dumps(report['engines'][name]['tokens_per_s'])}", file=sys.stderr, flush=True)
+                    report["engines"][name] = one(name, self._settings(name, worker.endpoint, identity))
+                    print(f"{name}: {json.dumps(report['engines'][name])[:600]}", file=sys.stderr, flush=True)
                 except (RuntimeError, TimeoutError) as error:
                     report["errors"][name] = str(error)[-4000:]
         except RuntimeError as error:
             report["errors"]["worker"] = str(error)[-4000:]
         finally:
             worker.kill()
-        return report | compare(runs, report["errors"])
+        return report
 
-    def _engine_run(self, name: str, endpoint: str, identity: str) -> dict[str, Any]:
-        stats = self._folder / f"{name}.json"
-        settings = {}
-        if name in REMOTE:
-            told = REMOTE[name] | {
-                "IDENTITY": identity,
-                "STATS_FILE": str(stats),
-                "TIMEOUT_MS": "500",
-                "WANT_MARGIN": "1",
-                "STRICT_START": "1",
-            }
-            settings = {f"VLLM_DSPARK_REMOTE_{key}": value for key, value in told.items()}
-            settings["VLLM_DSPARK_REMOTE"] = endpoint
+    def _stats_file(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
+
+    def _settings(self, name: str, endpoint: str, identity: str) -> dict[str, str]:
+        """None for an engine without a remote drafter."""
+        if name not in REMOTE:
+            return {}
+        told = REMOTE[name] | {"IDENTITY": identity, "STATS_FILE": str(self._stats_file(name)), "STRICT_START": "1"}
+        return {"VLLM_DSPARK_REMOTE": endpoint} | {f"VLLM_DSPARK_REMOTE_{key}": value for key, value in told.items()}
+
+    def _engine_run(self, name: str, settings: dict[str, str]) -> dict[str, Any]:
+        if settings:
+            settings |= {"VLLM_DSPARK_REMOTE_TIMEOUT_MS": "500", "VLLM_DSPARK_REMOTE_WANT_MARGIN": "1"}
         job = {
             "target": str(self._pair.target),
             "drafter": None if name == "alone" else str(self._pair.drafter),
@@ -192,6 +204,7 @@ class Comparison:
         run = run_engine(job, settings, environment=self._environment, timeout_s=ENGINE_LIMIT_S)
         if self._out:
             (self._out / f"{name}.log").write_text(run["log"])
+        stats = self._stats_file(name)
         return run | {"stats": json.loads(stats.read_text()) if stats.exists() else None}
 
 
