@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.fakes.shape import shape_for
 from tests.fakes.tiny_checkpoint import TINY, write_gemma4, write_tiny
 
 from farspark.cli.main import main
@@ -140,19 +141,8 @@ def test_follow_decides_whose_reading_of_the_checkpoint_is_served(tmp_path: Path
         deadline = Deadline.after(30)
         with contextlib.closing(connect(ready.read_text().strip(), deadline)) as channel:
             info = drafter.info
-            hello = Hello(
-                engine="test",
-                identity=info.identity,
-                markov_identity=info.markov_identity,
-                row_bytes=info.row_bytes,
-                taps=info.taps,
-                hidden_size=info.hidden_size,
-                dtype=Dtype.BF16,
-                ring=16,
-                context=16,
-                num_drafts=5,
-                slots=2,
-                vocab_size=info.vocab_size,
+            hello = shape_for(info, ring=16, slots=2, context=16).hello(
+                engine="test", identity=info.identity, markov_identity=info.markov_identity, want_margin=False
             )
             assert say_hello(channel, hello)[0] == FrameStatus.OK
             entry = Entry(0, 1, 0, 2, 5, 2, EntryFlag.NEED_DRAFT | EntryFlag.NEW_GEN)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.drafters import INFO, NoopDrafter
+from tests.fakes.shape import shape_for
 from tests.transport.contract import Elsewhere, soon
 
 from farspark.engine.client import Client, Connection
-from farspark.engine.shape import ModelShape
 from farspark.stats import Stats
 from farspark.transport import parse_endpoint, parse_endpoints
 from farspark.wire import codec
@@ -29,16 +29,7 @@ from farspark.worker.server import SEND_TIMEOUT_S, Server
 
 # Whoever waits for a peer that does not read waits at least this long; nobody else may come near it.
 FELT_S = SEND_TIMEOUT_S / 2
-SHAPE = ModelShape(
-    num_drafts=INFO.num_drafts,
-    vocab_size=INFO.vocab_size,
-    hidden_size=INFO.hidden_size,
-    taps=INFO.taps,
-    slots=1,
-    context=INFO.context,
-    ring=INFO.context,
-    max_position=INFO.max_position,
-)
+SHAPE = shape_for(INFO, ring=INFO.context, slots=1)
 
 
 class Engine:

@@ -22,6 +22,7 @@ import pytest
 import torch
 from tests.fakes.plain_deepseek import PlainDeepseek
 from tests.fakes.plain_dspark import PlainDraft
+from tests.fakes.shape import shape_for
 from tests.fakes.tiny_deepseek import write_tiny_deepseek
 from torch import Tensor
 
@@ -29,8 +30,8 @@ from farspark.clock import Deadline
 from farspark.errors import ConfigError
 from farspark.transport import Channel, connect
 from farspark.wire import codec
-from farspark.wire.layout import Dtype, EntryFlag, FrameStatus, Operation, RequestStatus
-from farspark.wire.messages import Entry, Header, Hello
+from farspark.wire.layout import EntryFlag, FrameStatus, Operation, RequestStatus
+from farspark.wire.messages import Entry, Header
 from farspark.worker.batch import DraftBatch, DraftEntry, DraftResult
 from farspark.worker.config import WorkerConfig
 from farspark.worker.drafter import DSparkDrafter, open_drafter
@@ -351,19 +352,8 @@ class Engine:
         self._generations = [0, 0]
         self.held: dict[int, tuple[int, Tensor]] = {}  # slot -> position of the first row, all rows
         info = drafter.info
-        hello = Hello(
-            engine="test",
-            identity=info.identity,
-            markov_identity=info.markov_identity,
-            row_bytes=info.row_bytes,
-            taps=info.taps,
-            hidden_size=info.hidden_size,
-            dtype=Dtype.BF16,
-            ring=128,
-            context=128,
-            num_drafts=BLOCK,
-            slots=2,
-            vocab_size=VOCAB,
+        hello = shape_for(info, ring=128, slots=2, context=128).hello(
+            engine="test", identity=info.identity, markov_identity=info.markov_identity, want_margin=False
         )
         status, payload = self._ask(codec.encode_frame(Header(Operation.HELLO, 1, 1, 0), codec.encode_hello(hello)))
         welcome = codec.decode_welcome(payload)

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 from tests.fakes.drafters import INFO, ArithmeticDrafter, expected, info
+from tests.fakes.shape import shape_for
 
 from farspark.clock import Deadline
 from farspark.errors import TransportError
 from farspark.transport import Channel, connect, parse_endpoint
 from farspark.wire import codec, layout
 from farspark.wire.layout import (
-    Dtype,
     EntryFlag,
     FrameStatus,
     HeaderFlag,
@@ -40,19 +40,8 @@ DRAFT, NEW = EntryFlag.NEED_DRAFT, EntryFlag.NEW_GEN
 N = INFO.num_drafts
 _names = itertools.count()
 
-HELLO = Hello(
-    engine="engine-a",
-    identity=INFO.identity,
-    markov_identity=INFO.markov_identity,
-    row_bytes=INFO.row_bytes,
-    taps=INFO.taps,
-    hidden_size=INFO.hidden_size,
-    dtype=Dtype.BF16,
-    ring=4,
-    context=INFO.context,
-    num_drafts=N,
-    slots=INFO.slots,
-    vocab_size=INFO.vocab_size,
+HELLO = shape_for(INFO).hello(
+    engine="engine-a", identity=INFO.identity, markov_identity=INFO.markov_identity, want_margin=False
 )
 
 
