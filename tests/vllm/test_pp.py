@@ -166,10 +166,13 @@ def signal_every_process() -> int:
     leaders = {pid for pid, above in parents.items() if above == os.getpid() and sessions[pid] == pid}
     signalled = 0
     for pid in [pid for pid, session in sessions.items() if session in leaders]:
-        command, environment = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
-        # Other tests may have left something; and Python's own tracker of shared memory is no process of the engine, and
-        # would die of it.
-        if b"PP_TEST_PLAN=" in environment and b"resource_tracker" not in command:
+        # One that ends while it is looked at is no process of the engine, which is in the middle of its work.
+        with contextlib.suppress(OSError):
+            command, environment = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+            # Other tests may have left something; and Python's own tracker of shared memory is no process of the
+            # engine, and would die of it.
+            if b"PP_TEST_PLAN=" not in environment or b"resource_tracker" in command:
+                continue
             os.kill(pid, signal.SIGUSR1)
             signalled += 1
             # One after the other, since all write to the same pipe.
