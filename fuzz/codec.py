@@ -5,6 +5,7 @@ The first byte chooses the decoder, the rest is the payload.
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections.abc import Callable
 from typing import Any, Final
@@ -52,7 +53,7 @@ def _plain(value: Any) -> Any:
         return value.tobytes()
     if isinstance(value, tuple | list):
         return [_plain(one) for one in value]
-    return value
+    return struct.pack("<d", value) if isinstance(value, float) else value
 
 
 def _is_utf8(payload: bytes) -> bool:
@@ -73,12 +74,17 @@ def _decode_frame(frame: memoryview) -> tuple[Header, memoryview]:
         raise
     is_step = (header.operation, header.version, header.is_reply) == (layout.Operation.STEP, layout.VERSION, False)
     if peeked is None:
-        assert not is_step or len(payload) < layout.STEP.size or frame[7], "a STEP that cannot be peeked at"
+        is_plain = not frame[7] and not any(frame[24:26])  # no flag, no status: neither means anything in a request
+        assert not is_step or len(payload) < layout.STEP.size or not is_plain, "a STEP that cannot be peeked at"
     else:
-        _, n_requests, _, _ = layout.STEP.unpack_from(payload)
+        _, n_requests, flags, _ = layout.STEP.unpack_from(payload)
         assert is_step
-        assert peeked == (header, layout.HEADER.size + layout.STEP.size + n_requests * layout.ENTRY.size)
+        assert peeked == (header, layout.HEADER.size + layout.STEP.size + n_requests * _entry_bytes(flags))
     return header, payload
+
+
+def _entry_bytes(flags: int) -> int:
+    return layout.ENTRY.size + (layout.SAMPLING.size if flags & layout.StepFlag.SAMPLED else 0)
 
 
 def _encode_frame(parts: tuple[Header, memoryview]) -> bytes:
@@ -89,12 +95,13 @@ def _encode_frame(parts: tuple[Header, memoryview]) -> bytes:
 
 def _decode_step(payload: memoryview) -> Step:
     step = codec.decode_step(payload, ROW_BYTES)
-    assert layout.STEP.size + len(step.entries) * layout.ENTRY.size + len(step.rows) == len(payload)
+    assert layout.STEP.size + len(step.entries) * _entry_bytes(step.flags) + len(step.rows) == len(payload)
+    assert len(step.sampling) == (len(step.entries) if step.flags & layout.StepFlag.SAMPLED else 0)
     return step
 
 
 def _encode_step(step: Step) -> bytes:
-    head = codec.encode_step_head(1, 2, step.step_id, step.entries, len(step.rows), step.flags)
+    head = codec.encode_step_head(1, 2, step.step_id, step.entries, len(step.rows), step.flags, step.sampling)
     return head[layout.HEADER.size :] + bytes(step.rows)
 
 

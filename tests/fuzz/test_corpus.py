@@ -86,8 +86,8 @@ PLANTED = {
     "a session outlives its connection": (
         "worker",
         "worker/server.py",
-        "            if connection.session is not None:\n                with self._drafting:",
-        "            if False:\n                with self._drafting:",
+        "            if connection.session is not None:\n                with self._sessions:",
+        "            if False:\n                with self._sessions:",
     ),
     "a token out of range is drafted from": (
         "worker",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from farspark.errors import ProtocolError
 from farspark.wire import codec, layout
 from farspark.wire.layout import (
+    SUPPORT_IDS,
     Dtype,
     EntryFlag,
     FrameStatus,
@@ -21,7 +22,20 @@ from farspark.wire.layout import (
     RequestStatus,
     StepFlag,
 )
-from farspark.wire.messages import Entry, EntryReply, Freed, Header, Hello, Judge, Judgement, Proof, StepReply, Welcome
+from farspark.wire.messages import (
+    Entry,
+    EntryReply,
+    Freed,
+    Header,
+    Hello,
+    Judge,
+    Judgement,
+    Proof,
+    SampledDrafts,
+    Sampling,
+    StepReply,
+    Welcome,
+)
 
 ID_A, ID_B = bytes(range(32)), bytes(range(32, 64))
 
@@ -73,11 +87,12 @@ WELCOME = Welcome(
     num_drafts=5,
     flags=HelloFlag.SAMPLED,
     message="no: é",
+    lease_s=60.1,
 )
 WELCOME_BYTES = (
     ID_A
     + bytes(32)
-    + bytes.fromhex("00f90100 80000000 7f000000 08000000 00100000 0500 0200 0500 0100 0600 0000")
+    + bytes.fromhex("00f90100 80000000 7f000000 08000000 00100000 0500 0200 0500 0100 0600 5902")
     + b"Qwen3wno: \xc3\xa9"
 )
 
@@ -90,6 +105,15 @@ STEP_BYTES = (
     bytes.fromhex("0500000000000000 0200 0100 03000000")
     + bytes.fromhex("01000000 02000000 0a000000 01000000 07000000 0b000000 0500 0500 0300 0000")
     + bytes.fromhex("03000000 ffffffff 00000000 02000000 ffffffff 02000000 0200 0000 0000 0000")
+    + ROWS
+)
+
+SAMPLING = [Sampling(-2, 0.5), Sampling(0x0102030405060708, 0.0)]
+SAMPLED_STEP_BYTES = (
+    bytes.fromhex("0500000000000000 0200 0200 03000000")
+    + STEP_BYTES[16:80]
+    + bytes.fromhex("feffffffffffffff 0000003f 00000000")
+    + bytes.fromhex("0807060504030201 00000000 00000000")
     + ROWS
 )
 
@@ -147,7 +171,7 @@ def test_the_payload_length_is_the_payloads_whatever_the_header_says() -> None:
 def test_an_operation_a_status_and_a_version_that_are_not_ours_come_as_numbers() -> None:
     frame = bytearray(HEADER_BYTES[:28] + bytes(4))
     frame[4:7] = b"\x07\x00\xc8"
-    frame[7] = 0xFE
+    frame[7] = 0xFC
     frame[24:26] = b"\xe8\x03"
     header, _ = codec.decode_frame(memoryview(frame))
     assert (header.version, header.operation, header.status, header.flags) == (7, 200, 1000, 0)
@@ -239,6 +263,12 @@ def test_the_answer_to_a_step_is_decoded_in_one_go() -> None:
     assert same_reply(answer, codec.decode_step_reply(memoryview(REPLY_BYTES)))
 
 
+def test_a_reply_says_that_its_worker_is_about_to_go() -> None:
+    for flags, is_draining in ((HeaderFlag.REPLY, False), (HeaderFlag.REPLY | HeaderFlag.DRAINING, True)):
+        header, _ = codec.decode_frame(memoryview(codec.encode_frame(ANSWER._replace(flags=flags), REPLY_BYTES)))
+        assert (header.is_reply, header.is_draining) == (True, is_draining)
+
+
 @pytest.mark.parametrize(
     "header",
     [
@@ -246,6 +276,7 @@ def test_the_answer_to_a_step_is_decoded_in_one_go() -> None:
         ANSWER._replace(session=8),
         ANSWER._replace(sequence=2),
         ANSWER._replace(flags=0),
+        ANSWER._replace(flags=HeaderFlag.REPLY | HeaderFlag.DRAINING),
         ANSWER._replace(status=FrameStatus.BUSY),
         ANSWER._replace(version=2),
     ],
@@ -281,6 +312,77 @@ def test_a_step_reply_is_these_bytes_and_its_arrays_are_views() -> None:
     assert reply.margins is not None
     assert reply.margins.tolist() == [2.0, 0.25, 0.0, 0.0]
     assert reply.tokens.obj is payload.obj
+
+
+def test_a_sampled_step_is_these_bytes() -> None:
+    head = codec.encode_step_head(7, 3, 5, ENTRIES, len(ROWS), StepFlag(0), SAMPLING)
+    assert head[32:] + ROWS == SAMPLED_STEP_BYTES
+    step = codec.decode_step(memoryview(SAMPLED_STEP_BYTES), 2)
+    assert (step.flags, list(step.entries), list(step.sampling)) == (StepFlag.SAMPLED, ENTRIES, SAMPLING)
+    assert bytes(step.rows) == ROWS
+    with_margins = codec.encode_step_head(7, 3, 5, ENTRIES, len(ROWS), StepFlag.MARGINS, SAMPLING)
+    assert with_margins[32 + 10] == 3
+
+
+def test_a_peek_at_a_sampled_step_says_where_its_rows_begin() -> None:
+    frame = codec.encode_step_head(7, 3, 5, ENTRIES, len(ROWS), 0, SAMPLING) + ROWS
+    found = codec.peek_step(memoryview(frame), 7)
+    assert found is not None
+    assert bytes(frame[found[1] :]) == ROWS
+
+
+def test_a_sampled_step_needs_one_sampling_for_each_entry() -> None:
+    with pytest.raises(ValueError, match="2 entries, but how to sample 1"):
+        codec.encode_step_head(7, 3, 5, ENTRIES, len(ROWS), 0, SAMPLING[:1])
+    with pytest.raises(ValueError, match="does not fit its fields"):
+        codec.encode_step_head(7, 3, 5, ENTRIES, len(ROWS), 0, [Sampling(2**63, 1.0), SAMPLING[1]])
+    for size in range(len(SAMPLED_STEP_BYTES)):
+        with pytest.raises(ProtocolError):
+            codec.decode_step(memoryview(SAMPLED_STEP_BYTES[:size]), 2)
+
+
+def sampled_reply(flags: StepFlag) -> StepReply:
+    """Two entries of two drafts; the first is drawn."""
+    size = 2 * 2 * SUPPORT_IDS
+    drawn = SampledDrafts(ints(1, 0), ints(*range(size)), floats(*[one / 256 for one in range(size)]))
+    margins = REPLY.margins if flags & StepFlag.MARGINS else None
+    return REPLY._replace(sampled=drawn, margins=margins, flags=int(flags))
+
+
+@pytest.mark.parametrize("flags", [StepFlag.SAMPLED, StepFlag.SAMPLED | StepFlag.MARGINS])
+def test_a_sampled_reply_has_mask_support_and_q_behind_the_other_arrays(flags: StepFlag) -> None:
+    reply = sampled_reply(flags)
+    encoded = codec.encode_step_reply(reply)
+    plain = REPLY_BYTES if flags & StepFlag.MARGINS else REPLY_BYTES[:-16]
+    size = 2 * 2 * SUPPORT_IDS
+    tail = struct.pack("<2i", 1, 0) + struct.pack(f"<{size}i", *range(size))
+    tail += struct.pack(f"<{size}f", *[one / 256 for one in range(size)])
+    assert encoded == plain[:12] + struct.pack("<H", flags) + plain[14:] + tail
+    decoded = codec.decode_step_reply(memoryview(encoded))
+    assert same_reply(decoded, reply)
+    assert decoded.sampled is not None
+    assert reply.sampled is not None
+    assert [one.tolist() for one in decoded.sampled] == [one.tolist() for one in reply.sampled]
+    assert len(encoded) + 32 == codec.step_reply_bytes(2, 2, int(flags))
+    head = codec.encode_step_reply_head(7, 3, reply._replace(sampled=None, margins=None, worker_us=0))
+    assert b"".join(codec.finish_step_reply(head, reply)) == codec.encode_frame(ANSWER, encoded)
+    for size in range(0, len(encoded), 7):
+        with pytest.raises(ProtocolError):
+            codec.decode_step_reply(memoryview(encoded[:size]))
+
+
+def test_a_sampled_reply_with_arrays_of_another_size_is_an_error_of_ours() -> None:
+    reply = sampled_reply(StepFlag.SAMPLED)
+    assert reply.sampled is not None
+    with pytest.raises(ValueError, match="without what was sampled"):
+        codec.encode_step_reply(reply._replace(sampled=None))
+    for wrong in (
+        reply.sampled._replace(mask=ints(1)),
+        reply.sampled._replace(support=ints(1)),
+        reply.sampled._replace(q=reply.sampled.support),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            codec.encode_step_reply(reply._replace(sampled=wrong))
 
 
 def test_a_step_reply_without_margins_has_two_arrays() -> None:
@@ -374,7 +476,7 @@ def test_a_request_status_that_is_not_ours_is_refused() -> None:
 
 
 def test_unknown_flags_are_ignored() -> None:
-    step = bytearray(STEP_BYTES)
+    step = bytearray(SAMPLED_STEP_BYTES)
     step[10:12] = b"\xff\xff"
     step[16 + 24 : 16 + 26] = b"\xff\xff"
     decoded = codec.decode_step(memoryview(step), 2)
@@ -455,6 +557,7 @@ def test_a_refusal_is_read_from_a_welcome_and_from_a_sentence() -> None:
 
 
 u16, u32, u64 = st.integers(0, 0xFFFF), st.integers(0, 0xFFFFFFFF), st.integers(0, 2**64 - 1)
+i64 = st.integers(-(2**63), 2**63 - 1)
 digests = st.binary(min_size=32, max_size=32)
 printable = st.characters(codec="utf-8").filter(str.isprintable)
 names = st.text(printable, max_size=60)
@@ -499,6 +602,7 @@ def test_hello_round_trips(hello: Hello) -> None:
         num_drafts=u16,
         flags=hello_flags,
         message=st.text(printable, max_size=300),
+        lease_s=u16.map(lambda tenths: tenths / 10),
     )
 )
 def test_welcome_round_trips(welcome: Welcome) -> None:
@@ -529,18 +633,30 @@ entries = st.builds(
     u64,
     u64,
     u64,
-    st.sampled_from([StepFlag(bits) for bits in range(4)]),
+    st.sampled_from([StepFlag(0), StepFlag.MARGINS]),
     st.integers(1, 9),
+    st.booleans(),
+    st.data(),
 )
 def test_a_step_round_trips(
-    sent: list[Entry], session: int, sequence: int, step_id: int, flags: StepFlag, row_bytes: int
+    sent: list[Entry],
+    session: int,
+    sequence: int,
+    step_id: int,
+    flags: StepFlag,
+    row_bytes: int,
+    is_sampled: bool,
+    data: st.DataObject,
 ) -> None:
     rows = bytes(row_bytes * sum(entry.n_rows for entry in sent))
-    head = codec.encode_step_head(session, sequence, step_id, sent, len(rows), flags)
+    sampling = [Sampling(data.draw(i64), data.draw(st.floats(width=32, allow_nan=False))) for _ in sent if is_sampled]
+    head = codec.encode_step_head(session, sequence, step_id, sent, len(rows), flags, sampling)
+    flags |= StepFlag.SAMPLED if sampling else StepFlag(0)
     header, payload = codec.decode_frame(memoryview(head + rows))
     assert (header.operation, header.session, header.sequence) == (Operation.STEP, session, sequence)
     step = codec.decode_step(payload, row_bytes)
     assert (step.step_id, step.flags, list(step.entries), bytes(step.rows)) == (step_id, flags, sent, rows)
+    assert list(step.sampling) == sampling
 
 
 @given(st.data(), st.integers(0, 12), st.integers(0, 8), st.booleans())

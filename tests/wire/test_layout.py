@@ -83,7 +83,7 @@ def test_what_follows_a_header_is_aligned_for_its_arrays() -> None:
             Operation,
             {"HELLO": 1, "STEP": 2, "PING": 3, "STATS": 4, "FREE": 5, "BYE": 6, "JUDGE": 7, "CHALLENGE": 8, "PROVE": 9},
         ),
-        (HeaderFlag, {"REPLY": 1}),
+        (HeaderFlag, {"REPLY": 1, "DRAINING": 2}),
         (HelloFlag, {"MARGINS": 1, "SAMPLED": 2}),
         (StepFlag, {"MARGINS": 1, "SAMPLED": 2}),
         (EntryFlag, {"NEED_DRAFT": 1, "NEW_GEN": 2, "RESYNC": 4}),

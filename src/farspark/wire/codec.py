@@ -31,12 +31,15 @@ from farspark.wire.messages import (
     Judge,
     Judgement,
     Proof,
+    SampledDrafts,
+    Sampling,
     Step,
     StepReply,
     Welcome,
     make_entry,
     make_entry_reply,
     make_header,
+    make_sampling,
     make_step_reply,
 )
 
@@ -45,8 +48,8 @@ _OPERATIONS: dict[int, Operation] = {int(operation): operation for operation in 
 _FRAME_STATUSES: dict[int, FrameStatus] = {int(status): status for status in FrameStatus}
 _REQUEST_STATUSES = {int(status): status for status in RequestStatus}
 # Plain integers, as in `messages`: what is known of the flags of a header, of an entry and of a step.
-_HEADER_FLAGS, _ENTRY_FLAGS, _STEP_FLAGS = 0b1, 0b111, 0b11
-_MARGINS = int(StepFlag.MARGINS)
+_HEADER_FLAGS, _ENTRY_FLAGS, _STEP_FLAGS = 0b11, 0b111, 0b11
+_MARGINS, _SAMPLED = int(StepFlag.MARGINS), int(StepFlag.SAMPLED)
 _STEP, _REPLY, _OK = int(Operation.STEP), int(HeaderFlag.REPLY), int(FrameStatus.OK)
 
 
@@ -56,7 +59,7 @@ def _joined(*forms: struct.Struct) -> struct.Struct:
 
 _STEP_FRAME, _STEP_REPLY_FRAME = _joined(layout.HEADER, layout.STEP), _joined(layout.HEADER, layout.STEP_REPLY)
 _WORKER_US, _WORKER_US_AT = struct.Struct("<I"), layout.HEADER.size + 16
-_MAX_U32 = 0xFFFFFFFF
+_MAX_U16, _MAX_U32 = 0xFFFF, 0xFFFFFFFF
 
 
 # One struct for all entries: a call for each would take three times as long. Rounds have few different sizes.
@@ -169,14 +172,15 @@ def encode_welcome(welcome: Welcome) -> bytes:
         len(kind),
         len(name),
         len(message),
-        0,
+        min(round(10 * welcome.lease_s), _MAX_U16),
     )
     return fixed + kind + name + message
 
 
 def decode_welcome(payload: memoryview) -> Welcome:
     fields = _fixed(layout.WELCOME, payload, "HELLO reply")
-    identity, markov, vocab, context, window, slots, max_rows, num_drafts, flags, kind_b, name_b, message_b, _ = fields
+    identity, markov, vocab, context, window, slots, max_rows, num_drafts, flags, kind_b, name_b, *rest = fields
+    message_b, lease_tenths = rest
     limits = layout.MAX_NAME_BYTES, layout.MAX_NAME_BYTES, layout.MAX_MESSAGE_BYTES
     kind, name, message = _texts(payload, layout.WELCOME.size, (kind_b, name_b, message_b), limits, "HELLO reply")
     return Welcome(
@@ -192,16 +196,33 @@ def decode_welcome(payload: memoryview) -> Welcome:
         num_drafts=num_drafts,
         flags=HelloFlag(flags & int(HelloFlag.MARGINS | HelloFlag.SAMPLED)),
         message=message,
+        lease_s=lease_tenths / 10,
     )
 
 
 def encode_step_head(
-    session: int, sequence: int, step_id: int, entries: Sequence[Entry], rows_bytes: int, flags: int = 0
+    session: int,
+    sequence: int,
+    step_id: int,
+    entries: Sequence[Entry],
+    rows_bytes: int,
+    flags: int = 0,
+    sampling: Sequence[Sampling] = (),
 ) -> bytes:
-    """Everything of a STEP frame in front of its rows: application header, step header, entries.
+    """Everything of a STEP frame in front of its rows: application header, step header, entries, how each is sampled.
 
-    The frame is this head followed by `rows_bytes` bytes of rows, sent from wherever they lie.
+    The frame is this head followed by `rows_bytes` bytes of rows, sent from wherever they lie. `sampling` [entries] makes the
+    STEP a sampled one, whatever `flags` says of that.
     """
+    if sampling:
+        if len(sampling) != len(entries):
+            raise ValueError(f"{len(entries)} entries, but how to sample {len(sampling)}")
+        try:
+            how = b"".join([layout.SAMPLING.pack(*one) for one in sampling])
+        except (struct.error, OverflowError) as error:
+            raise ValueError(f"how to sample an entry does not fit its fields: {error}") from error
+        rest = rows_bytes + len(how)
+        return encode_step_head(session, sequence, step_id, entries, rest, int(flags) | _SAMPLED) + how
     form = _step_head(len(entries))
     try:
         return form.pack(
@@ -233,14 +254,16 @@ def peek_step(frame: memoryview, session: int) -> tuple[Header, int] | None:
     if len(frame) < _STEP_FRAME.size:
         return None
     fields = _STEP_FRAME.unpack_from(frame)
-    sequence, payload_bytes, n_requests = fields[5], fields[8], fields[10]
+    sequence, payload_bytes, n_requests, flags = fields[5], fields[8], fields[10], fields[11]
     if (
         fields[:5] != (layout.MAGIC, layout.VERSION, _STEP, 0, session)
+        or fields[6] != _OK
         or payload_bytes != len(frame) - layout.HEADER.size
     ):
         return None
     header = make_header((Operation.STEP, session, sequence, payload_bytes, 0, FrameStatus.OK, layout.VERSION))
-    return header, _STEP_FRAME.size + layout.ENTRY.size * n_requests
+    entry_bytes = layout.ENTRY.size + layout.SAMPLING.size if flags & _SAMPLED else layout.ENTRY.size
+    return header, _STEP_FRAME.size + entry_bytes * n_requests
 
 
 def decode_step(payload: memoryview, row_bytes: int) -> Step:
@@ -248,26 +271,30 @@ def decode_step(payload: memoryview, row_bytes: int) -> Step:
     step_id, n_requests, flags, n_rows = _fixed(layout.STEP, payload, "STEP")
     if n_requests > layout.MAX_REQUESTS:
         raise ProtocolError(f"STEP of {n_requests} requests, at most {layout.MAX_REQUESTS}")
-    rows_at = layout.STEP.size + layout.ENTRY.size * n_requests
+    entries_end = layout.STEP.size + layout.ENTRY.size * n_requests
+    rows_at = entries_end + layout.SAMPLING.size * n_requests if flags & _SAMPLED else entries_end
     expected = rows_at + n_rows * row_bytes
     if len(payload) != expected:
         raise ProtocolError(
             f"STEP of {len(payload)} bytes; {n_requests} requests and {n_rows} rows of {row_bytes} bytes make {expected}"
         )
-    entries = list(map(make_entry, layout.ENTRY.iter_unpack(payload[layout.STEP.size : rows_at])))
+    entries = list(map(make_entry, layout.ENTRY.iter_unpack(payload[layout.STEP.size : entries_end])))
     if max([entry.flags for entry in entries], default=0) > _ENTRY_FLAGS:
         entries = [entry._replace(flags=entry.flags & _ENTRY_FLAGS) for entry in entries]
     counted = sum([entry.n_rows for entry in entries])
     if counted != n_rows:
         raise ProtocolError(f"STEP announces {n_rows} rows, its entries {counted}")
-    return Step(step_id, entries, payload[rows_at:], flags & _STEP_FLAGS)
+    sampling: Sequence[Sampling] = ()
+    if flags & _SAMPLED:
+        sampling = list(map(make_sampling, layout.SAMPLING.iter_unpack(payload[entries_end:rows_at])))
+    return Step(step_id, entries, payload[rows_at:], flags & _STEP_FLAGS, sampling)
 
 
 def encode_step_reply_head(session: int, sequence: int, reply: StepReply) -> bytearray:
     """Everything of a STEP reply's frame in front of its arrays, which are not looked at: they may not be there yet."""
-    step_id, num_drafts, worker_us, entries, _, _, _, flags = reply
+    step_id, num_drafts, worker_us, entries, _, _, _, flags, _ = reply
     form = _step_reply_head(len(entries))
-    array_bytes = 4 * len(entries) * num_drafts
+    array_bytes = _array_bytes(len(entries), num_drafts, int(flags))
     return bytearray(
         form.pack(
             layout.MAGIC,
@@ -278,7 +305,7 @@ def encode_step_reply_head(session: int, sequence: int, reply: StepReply) -> byt
             sequence,
             _OK,
             0,
-            form.size - layout.HEADER.size + array_bytes * (3 if int(flags) & _MARGINS else 2),
+            form.size - layout.HEADER.size + array_bytes,
             step_id,
             len(entries),
             num_drafts,
@@ -296,13 +323,19 @@ def finish_step_reply(head: bytearray, reply: StepReply) -> list[bytearray | mem
 
     Raises ValueError where an array has not `entries * N` elements.
     """
-    _, num_drafts, worker_us, entries, tokens, confidences, margins, flags = reply
+    _, num_drafts, worker_us, entries, tokens, confidences, margins, flags, sampled = reply
     n_values = len(entries) * num_drafts
     frame: list[bytearray | memoryview] = [head, _array(tokens, "i", n_values), _array(confidences, "f", n_values)]
     if int(flags) & _MARGINS:
         if margins is None:
             raise ValueError("a reply flagged MARGINS without margins")
         frame.append(_array(margins, "f", n_values))
+    if int(flags) & _SAMPLED:
+        if sampled is None:
+            raise ValueError("a reply flagged SAMPLED without what was sampled")
+        frame.append(_array(sampled.mask, "i", len(entries)))
+        frame.append(_array(sampled.support, "i", n_values * layout.SUPPORT_IDS))
+        frame.append(_array(sampled.q, "f", n_values * layout.SUPPORT_IDS))
     _WORKER_US.pack_into(head, _WORKER_US_AT, min(worker_us, _MAX_U32))
     return frame
 
@@ -345,7 +378,8 @@ def _step_reply(payload: memoryview, fixed: tuple[Any, ...]) -> StepReply:
     array_bytes = 4 * n_requests * num_drafts
     confidences_at = tokens_at + array_bytes
     margins_at = confidences_at + array_bytes
-    expected = margins_at + array_bytes if has_margins else margins_at
+    sampled_at = margins_at + array_bytes if has_margins else margins_at
+    expected = tokens_at + _array_bytes(n_requests, num_drafts, raw_flags)
     if len(payload) != expected:
         raise ProtocolError(
             f"STEP reply of {len(payload)} bytes; {n_requests} requests by {num_drafts} drafts make {expected}"
@@ -367,10 +401,29 @@ def _step_reply(payload: memoryview, fixed: tuple[Any, ...]) -> StepReply:
             entries,
             payload[tokens_at:confidences_at].cast("i"),
             payload[confidences_at:margins_at].cast("f"),
-            payload[margins_at:].cast("f") if has_margins else None,
+            payload[margins_at:sampled_at].cast("f") if has_margins else None,
             raw_flags & _STEP_FLAGS,
+            _sampled(payload[sampled_at:], n_requests, n_requests * num_drafts) if raw_flags & _SAMPLED else None,
         )
     )
+
+
+def step_reply_bytes(n_requests: int, num_drafts: int, flags: int) -> int:
+    """Of the whole frame of a STEP reply."""
+    return _step_reply_head(n_requests).size + _array_bytes(n_requests, num_drafts, flags)
+
+
+def _array_bytes(n_requests: int, num_drafts: int, flags: int) -> int:
+    """Of the arrays of a STEP reply."""
+    array_bytes = 4 * n_requests * num_drafts
+    size = array_bytes * (3 if flags & _MARGINS else 2)
+    return size + 4 * n_requests + 2 * layout.SUPPORT_IDS * array_bytes if flags & _SAMPLED else size
+
+
+def _sampled(arrays: memoryview, n_requests: int, n_values: int) -> SampledDrafts:
+    support_at = 4 * n_requests
+    q_at = support_at + 4 * layout.SUPPORT_IDS * n_values
+    return SampledDrafts(arrays[:support_at].cast("i"), arrays[support_at:q_at].cast("i"), arrays[q_at:].cast("f"))
 
 
 def encode_free(freed: Sequence[Freed]) -> bytes:

@@ -29,6 +29,7 @@ class Operation(enum.IntEnum):
 
 class HeaderFlag(enum.IntFlag):
     REPLY = 1
+    DRAINING = 2  # in replies: the worker is about to go
 
 
 class FrameStatus(enum.IntEnum):
@@ -106,12 +107,14 @@ HEADER: Final = struct.Struct("<4sHBBQQHHI")
 # instance; then the engine's name
 HELLO: Final = struct.Struct("<32s32sIIIIIHHHHHHQ")
 # identity, Markov identity, vocabulary, context, window, slots, rows per STEP, N, flags, kind bytes, name bytes,
-# message bytes; then kind, name, message
+# message bytes, lease in tenths of a second; then kind, name, message
 WELCOME: Final = struct.Struct("<32s32sIIIIIHHHHHH")
 # step id, requests, flags, rows
 STEP: Final = struct.Struct("<QHHI")
 # slot, generation, first position, rows, anchor token, anchor position, flags, k_window, n_out, 2 reserved bytes
 ENTRY: Final = struct.Struct("<IIIIiIHHH2x")
+# of each entry of a sampled STEP, behind all entries: seed, temperature, 4 reserved bytes
+SAMPLING: Final = struct.Struct("<qf4x")
 # step id, requests, N, flags, reserved, worker microseconds, reserved
 STEP_REPLY: Final = struct.Struct("<QHHHHII")
 # slot, generation, window rows, status, 2 reserved bytes
@@ -139,6 +142,8 @@ MAX_GREETING_BYTES: Final = 64 * 1024
 MAX_REPLY_BYTES: Final = 4 * 1024 * 1024
 MAX_REQUESTS: Final = 4096
 MAX_DRAFTS: Final = 64
+# Ids whose probabilities a sampled reply has for each draft position: the most probable ones, all that may be drawn.
+SUPPORT_IDS: Final = 32
 MAX_NAME_BYTES: Final = 256
 MAX_MESSAGE_BYTES: Final = 4096
 MAX_POSITION: Final = 1 << 31

@@ -22,7 +22,8 @@ from farspark.wire.layout import (
     RequestStatus,
 )
 
-_REPLY, _NEED_DRAFT, _NEW_GEN = int(HeaderFlag.REPLY), int(EntryFlag.NEED_DRAFT), int(EntryFlag.NEW_GEN)
+_REPLY, _DRAINING = int(HeaderFlag.REPLY), int(HeaderFlag.DRAINING)
+_NEED_DRAFT, _NEW_GEN = int(EntryFlag.NEED_DRAFT), int(EntryFlag.NEW_GEN)
 
 
 class Header(NamedTuple):
@@ -39,6 +40,11 @@ class Header(NamedTuple):
     @property
     def is_reply(self) -> bool:
         return bool(int(self.flags) & _REPLY)
+
+    @property
+    def is_draining(self) -> bool:
+        """In a reply: the worker is about to go."""
+        return bool(int(self.flags) & _DRAINING)
 
 
 make_header: Callable[[tuple[Any, ...]], Header] = functools.partial(tuple.__new__, Header)
@@ -80,6 +86,7 @@ class Welcome:
     num_drafts: int
     flags: HelloFlag = HelloFlag(0)
     message: str = ""
+    lease_s: float = 0.0  # in tenths; a session that is silent for longer ends; 0: none does
 
 
 class Entry(NamedTuple):
@@ -107,6 +114,16 @@ class Entry(NamedTuple):
 make_entry: Callable[[tuple[Any, ...]], Entry] = functools.partial(tuple.__new__, Entry)
 
 
+class Sampling(NamedTuple):
+    """How one request's drafts are drawn."""
+
+    seed: int  # 64 bits, signed: of the request
+    temperature: float  # float32, 0 or more; 0: the most probable token, nothing is drawn
+
+
+make_sampling: Callable[[tuple[Any, ...]], Sampling] = functools.partial(tuple.__new__, Sampling)
+
+
 class Step(NamedTuple):
     """One round. `rows` are the rows of all entries, packed in entry order."""
 
@@ -114,6 +131,7 @@ class Step(NamedTuple):
     entries: Sequence[Entry]
     rows: memoryview
     flags: int = 0  # of StepFlag
+    sampling: Sequence[Sampling] = ()  # [entries] in a sampled STEP, else empty
 
 
 class EntryReply(NamedTuple):
@@ -124,6 +142,14 @@ class EntryReply(NamedTuple):
 
 
 make_entry_reply: Callable[[tuple[Any, ...]], EntryReply] = functools.partial(tuple.__new__, EntryReply)
+
+
+class SampledDrafts(NamedTuple):
+    """What the drafts of a sampled STEP were drawn from. Arrays are flat, row-major."""
+
+    mask: memoryview  # int32 [entries]: 1: this entry's drafts were drawn from q; 0: they are greedy, or there are none
+    support: memoryview  # int32 [entries * N * SUPPORT_IDS], the ids that could be drawn; zeros where the mask is 0
+    q: memoryview[Any]  # float32 [entries * N * SUPPORT_IDS], their probabilities
 
 
 class StepReply(NamedTuple):
@@ -137,6 +163,7 @@ class StepReply(NamedTuple):
     confidences: memoryview[Any]  # float32
     margins: memoryview[Any] | None = None  # float32, top-1 minus top-2 logit
     flags: int = 0  # of StepFlag
+    sampled: SampledDrafts | None = None  # in a sampled reply
 
 
 make_step_reply: Callable[[tuple[Any, ...]], StepReply] = functools.partial(tuple.__new__, StepReply)
