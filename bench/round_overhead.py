@@ -39,13 +39,14 @@ from farspark.clock import Deadline  # noqa: E402
 from farspark.engine.client import Client  # noqa: E402
 from farspark.engine.round import find_fault  # noqa: E402
 from farspark.engine.shape import ModelShape  # noqa: E402
+from farspark.native.round_calls import load_round_calls  # noqa: E402
 from farspark.stats import Stats  # noqa: E402
 from farspark.transport import Channel, parse_endpoint, parse_endpoints  # noqa: E402
 from farspark.transport.base import Piece  # noqa: E402
-from farspark.transport.tcp import DEFAULT_CONNECT_SPIN_US  # noqa: E402
+from farspark.transport.tcp import DEFAULT_CONNECT_SPIN_US, TcpChannel  # noqa: E402
 from farspark.wire import codec, layout  # noqa: E402
-from farspark.wire.layout import EntryFlag, StepFlag  # noqa: E402
-from farspark.wire.messages import Entry, Step, StepReply  # noqa: E402
+from farspark.wire.layout import EntryFlag, RequestStatus, StepFlag  # noqa: E402
+from farspark.wire.messages import Entry, EntryReply, StepReply  # noqa: E402
 from farspark.worker.batch import DraftBatch, DraftEntry, DraftResult, make_draft_entry  # noqa: E402
 from farspark.worker.config import WorkerConfig  # noqa: E402
 from farspark.worker.server import Server  # noqa: E402
@@ -66,6 +67,7 @@ STRAIGHT_STEP = joined("I", layout.HEADER, layout.STEP, *[layout.ENTRY] * REQUES
 STRAIGHT_REPLY_HEAD = joined("I", layout.HEADER, layout.STEP_REPLY, *[layout.ENTRY_REPLY] * REQUESTS)
 STRAIGHT_REPLY = joined(STRAIGHT_REPLY_HEAD, f"{2 * REQUESTS * NUM_DRAFTS}I")
 NO_FLAGS = StepFlag(0)
+STATUSES = tuple(RequestStatus)
 NEED_DRAFT, NEW_GEN = int(EntryFlag.NEED_DRAFT), int(EntryFlag.NEW_GEN)
 Microseconds = list[float]
 FOR_SERVERS: list[str] = []  # arguments that every server gets
@@ -203,7 +205,9 @@ def serve_straight(rows_each: int) -> None:
                 assert n_out <= NUM_DRAFTS
                 ends[slot] = anchor_pos
                 start = starts[slot] = max(starts[slot], anchor_pos - CONTEXT)
-                drafts.append(make_draft_entry((slot, False, first, rows, start, anchor, True, n_out or NUM_DRAFTS)))
+                drafts.append(
+                    make_draft_entry((slot, False, first, rows, start, anchor, True, n_out or NUM_DRAFTS, 0, 0.0))
+                )
                 replies += (
                     slot,
                     generation,
@@ -316,18 +320,16 @@ class FarsparkRound:
         self.client.close()
 
     def _stamp(self, channel: Channel) -> None:
-        receive, send = channel.recv, channel.send
+        assert isinstance(channel, TcpChannel)
+        exchange = channel.exchange
 
-        def stamped_recv(deadline: Deadline) -> memoryview:
-            frame = receive(deadline)
+        def stamped_exchange(pieces: Sequence[Piece], deadline: Deadline) -> memoryview:
+            self.sent = now_ns()
+            frame = exchange(pieces, deadline)
             self.received = now_ns()
             return frame
 
-        def stamped_send(pieces: Sequence[Piece], deadline: Deadline) -> None:
-            self.sent = now_ns()
-            send(pieces, deadline)
-
-        channel.recv, channel.send = stamped_recv, stamped_send  # type: ignore[method-assign]
+        channel.exchange = stamped_exchange  # type: ignore[method-assign]
 
     def entries(self) -> list[Entry]:
         made = []
@@ -405,11 +407,7 @@ def alone(rows_each: int, repeats: int = 3000) -> dict[str, float]:
         flags = NEED_DRAFT if at else NEED_DRAFT | NEW_GEN
         return [Entry(slot, 1, at, rows_each, 7, at + rows_each, flags, NUM_DRAFTS) for slot in range(REQUESTS)]
 
-    def head() -> bytes:
-        return codec.encode_step_head(SESSION, 1, 1, made, len(rows))
-
-    made = entries()
-    frame = memoryview(head() + rows)
+    calls = load_round_calls()
     samples: dict[str, Microseconds] = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
@@ -418,34 +416,42 @@ def alone(rows_each: int, repeats: int = 3000) -> dict[str, float]:
         samples.setdefault(name, []).append((time.perf_counter_ns() - started) / 1000)
         return result
 
-    def take_apart(whole: memoryview) -> Step:
-        assert codec.peek_step(whole, SESSION) is not None
-        return codec.decode_step(whole[layout.HEADER.size :], INFO.row_bytes)
+    def head(made: Sequence[Entry]) -> bytes:
+        quick = None if calls is None else calls.step_head(SESSION, 1, 1, made, len(rows), NO_FLAGS)
+        return quick or codec.encode_step_head(SESSION, 1, 1, made, len(rows), NO_FLAGS)
 
-    def judge(step: Step) -> tuple[Plan, bytearray]:
+    def begin(frame: memoryview) -> tuple[Plan, bytearray]:
+        begun = None if calls is None else session.begin(calls, frame, len(frame), SESSION, len(rows))
+        if begun is not None:
+            return begun[1:]
+        assert codec.peek_step(frame, SESSION) is not None
+        step = codec.decode_step(frame[layout.HEADER.size :], INFO.row_bytes)
         plan = session.plan(step)
         expected = StepReply(1, NUM_DRAFTS, 0, plan.replies, memoryview(b""), memoryview(b""))
         return plan, codec.encode_step_reply_head(SESSION, 1, expected)
 
-    def judge_reply(answer: bytes) -> str | None:
-        reply = codec.decode_answer(memoryview(answer), SESSION, 1)
+    def finish(head: bytearray, reply: StepReply) -> Sequence[Piece]:
+        quick = None if calls is None else calls.finish_reply(head, reply)
+        return quick or codec.finish_step_reply(head, reply)
+
+    def judge_reply(answer: memoryview, made: Sequence[Entry]) -> str | None:
+        reply = None if calls is None else calls.read_answer(answer, SESSION, 1, StepReply, EntryReply, STATUSES)
+        reply = reply or codec.decode_answer(answer, SESSION, 1)
         assert reply is not None
         return fault_of(reply, made, 1)
 
     for _ in range(repeats):
         made = entries()
-        encoded = timed("client: encode head", head)
-        step = take_apart(memoryview(encoded + rows))
-        timed("worker: decode frame", lambda: take_apart(frame))
-        plan, reply_head = timed("worker: judge, encode the reply's head", lambda: judge(step))  # noqa: B023
+        frame = memoryview(timed("client: encode head", lambda: head(made)) + rows)  # noqa: B023
+        plan, reply_head = timed("worker: decode, judge, the reply's head", lambda: begin(frame))  # noqa: B023
         batch = session.batch(plan)
         assert batch is not None
         result = timed("worker: drafter", lambda: drafter.draft(batch))  # noqa: B023
         reply = timed("worker: session, reply", lambda: session.complete(plan, result, 1))  # noqa: B023
-        pieces = timed("worker: finish the reply", lambda: codec.finish_step_reply(reply_head, reply))  # noqa: B023
-        answer = b"".join(pieces)
+        pieces = timed("worker: finish the reply", lambda: finish(reply_head, reply))  # noqa: B023
+        answer = memoryview(b"".join(pieces))
         timed("worker: count, once it is sent", lambda: session.count(plan, reply))  # noqa: B023
-        check(timed("client: decode and check", lambda: judge_reply(answer)), reply)  # noqa: B023
+        check(timed("client: decode and check", lambda: judge_reply(answer, made)), reply)  # noqa: B023
         at += rows_each
     return {name: share(values, 0.5) for name, values in samples.items()}
 

@@ -33,6 +33,7 @@ from bench.bare_socket import now_ns, read_exactly  # noqa: E402
 
 from farspark.clock import Deadline  # noqa: E402
 from farspark.errors import FarsparkError, TransportError  # noqa: E402
+from farspark.native.round_calls import load_round_calls  # noqa: E402
 from farspark.transport import Piece, connect, exchange, listen  # noqa: E402
 from farspark.transport.tcp import DEFAULT_CONNECT_SPIN_US, DEFAULT_LISTEN_SPIN_US  # noqa: E402
 from farspark.wire import codec  # noqa: E402
@@ -428,6 +429,7 @@ def main() -> None:
     parser.add_argument("--serve", choices=list(SIDES), help=argparse.SUPPRESS)
     parser.add_argument("--shape", choices=[shape.name for shape in SHAPES], help="only this one")
     options = parser.parse_args()
+    load_round_calls()  # as engine and worker do before they connect
     if options.serve:
         shape = next(shape for shape in SHAPES if shape.name == options.shape)
         try:

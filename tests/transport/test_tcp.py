@@ -16,7 +16,8 @@ from tests.transport.contract import LIMIT, ChannelContract, Elsewhere, recv_on,
 
 from farspark.clock import Deadline
 from farspark.errors import ConfigError, ProtocolError, TransportError
-from farspark.transport import Channel, Endpoint, Listener, Piece, connect, listen
+from farspark.native.round_calls import load_round_calls
+from farspark.transport import Channel, Endpoint, Listener, Piece, connect, listen, tcp
 from farspark.transport.tcp import TcpChannel
 
 
@@ -33,6 +34,22 @@ class TestTcp(ChannelContract):
         return "tcp://127.0.0.1:0"
 
 
+class TestTcpInPlainPython(ChannelContract):
+    """As where the quick calls are not to be had."""
+
+    @pytest.fixture(autouse=True)
+    def without_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tcp, "ready_round_calls", lambda: None)
+
+    def address(self) -> str:
+        return "tcp://127.0.0.1:0"
+
+
+class TestTcpInPlainPythonThatSpins(TestTcpInPlainPython):
+    def address(self) -> str:
+        return "tcp://127.0.0.1:0?spin_us=100"
+
+
 class TestTcpThatSpins(ChannelContract):
     def address(self) -> str:
         return "tcp://127.0.0.1:0?spin_us=100"
@@ -44,19 +61,31 @@ class TestTcpOverIpv6(ChannelContract):
         return "tcp://[::1]:0"
 
 
-def bare_pair(max_frame_bytes: int) -> tuple[socket.socket, TcpChannel]:
+FORMS = {"plain": None, "quick": load_round_calls()}
+
+
+def test_the_quick_calls_are_used_where_they_are_to_be_had() -> None:
+    assert FORMS["quick"] is not None, "these tests need a C compiler and the headers of Python"
+    with listen("tcp://127.0.0.1:0", max_frame_bytes=LIMIT) as listener:  # type: ignore[attr-defined]
+        for channel in (connect(listener.endpoint, soon()), listener.accept(soon())):
+            assert isinstance(channel, TcpChannel)
+            assert channel._calls is FORMS["quick"]
+            channel.close()
+
+
+def bare_pair(max_frame_bytes: int, form: str = "plain") -> tuple[socket.socket, TcpChannel]:
     """A bare socket, and the channel at its other end."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         bare = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
     bare.settimeout(5)
-    return bare, TcpChannel(accepted, max_frame_bytes=max_frame_bytes, spin_us=0)
+    return bare, TcpChannel(accepted, max_frame_bytes=max_frame_bytes, spin_us=0, calls=FORMS[form])
 
 
-@pytest.fixture
-def raw() -> Iterator[tuple[socket.socket, TcpChannel]]:
+@pytest.fixture(params=FORMS)
+def raw(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, TcpChannel]]:
     """As `bare_pair`, with frames of up to 1,000 bytes."""
-    bare, channel = bare_pair(1000)
+    bare, channel = bare_pair(1000, request.param)
     with bare, channel:
         yield bare, channel
 
@@ -267,7 +296,7 @@ def test_each_side_has_its_own_time_to_spin() -> None:
             accepted.close()
 
 
-def tiny_pair(spin_us: int = 0) -> tuple[TcpChannel, TcpChannel]:
+def tiny_pair(spin_us: int = 0, form: str = "plain") -> tuple[TcpChannel, TcpChannel]:
     """Two channels whose sockets hold a few kilobytes."""
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
@@ -280,14 +309,15 @@ def tiny_pair(spin_us: int = 0) -> tuple[TcpChannel, TcpChannel]:
     for sock in (bare, accepted):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     return (
-        TcpChannel(bare, max_frame_bytes=LIMIT, spin_us=spin_us),
-        TcpChannel(accepted, max_frame_bytes=LIMIT, spin_us=spin_us),
+        TcpChannel(bare, max_frame_bytes=LIMIT, spin_us=spin_us, calls=FORMS[form]),
+        TcpChannel(accepted, max_frame_bytes=LIMIT, spin_us=spin_us, calls=FORMS[form]),
     )
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("spin_us", [0, 200])
-def test_large_frames_both_ways_through_tiny_buffers_do_not_deadlock_SLOW_PEER(spin_us: int) -> None:
-    ours, theirs = tiny_pair(spin_us)
+def test_large_frames_both_ways_through_tiny_buffers_do_not_deadlock_SLOW_PEER(spin_us: int, form: str) -> None:
+    ours, theirs = tiny_pair(spin_us, form)
     size = 300_000
 
     def exchange(channel: TcpChannel, byte: int) -> bytes:
@@ -300,12 +330,14 @@ def test_large_frames_both_ways_through_tiny_buffers_do_not_deadlock_SLOW_PEER(s
         assert other.result() == b"\x01" * size + b"end"
 
 
-def test_a_send_that_times_out_halfway_closes_the_channel() -> None:
-    ours, theirs = tiny_pair()
-    with ours, theirs:
-        with pytest.raises(TimeoutError, match="a part of the frame was sent"):
-            ours.send([bytes(LIMIT)], soon(0.05))
-        assert ours.is_closed
+@pytest.mark.parametrize("form", FORMS)
+def test_a_send_that_times_out_halfway_closes_the_channel(form: str) -> None:
+    for send in (TcpChannel.send, TcpChannel.exchange):
+        ours, theirs = tiny_pair(form=form)
+        with ours, theirs:
+            with pytest.raises(TimeoutError, match="a part of the frame was sent"):
+                send(ours, [bytes(LIMIT)], soon(0.05))
+            assert ours.is_closed
 
 
 def test_a_send_that_times_out_before_its_first_byte_leaves_the_channel_open() -> None:
@@ -342,8 +374,8 @@ def test_a_peer_that_sends_a_byte_now_and_then_does_not_outlast_the_deadline_HAL
     assert not channel.is_closed
 
 
-def test_bytes_that_never_pause_do_not_outlast_the_deadline_HALF_OPEN(raw: tuple[socket.socket, TcpChannel]) -> None:
-    _, channel = raw
+def test_bytes_that_never_pause_do_not_outlast_the_deadline_HALF_OPEN() -> None:
+    bare, channel = bare_pair(1000)
     # Always something read and never a whole frame, as from a peer that is faster than we are.
     bound = soon()
 
@@ -352,7 +384,7 @@ def test_bytes_that_never_pause_do_not_outlast_the_deadline_HALF_OPEN(raw: tuple
         return True
 
     channel._read_some = read_some  # type: ignore[method-assign]
-    with pytest.raises(TimeoutError):
+    with bare, channel, pytest.raises(TimeoutError):
         channel.recv(soon(0.02))
 
 
@@ -520,6 +552,64 @@ def test_binding_to_an_own_address_and_to_a_foreign_one_ADDR() -> None:
         listen("tcp://127.0.0.1:0?bind=127.0.0.1", max_frame_bytes=LIMIT)
     with pytest.raises(ConfigError, match="port 0 is for listening"):
         connect("tcp://127.0.0.1:0", soon())
+
+
+def test_rows_are_not_paced_within_one_machine() -> None:
+    with listen("tcp://127.0.0.1:0", max_frame_bytes=LIMIT) as listener:  # type: ignore[attr-defined]
+        for channel in (connect(listener.endpoint, soon()), listener.accept(soon())):
+            assert isinstance(channel, TcpChannel)
+            kept = channel._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            assert kept.rstrip(b"\0") == b"reno"
+            channel.close()
+
+
+def test_a_frame_is_read_ahead_while_a_frame_is_sent_and_the_reply_to_an_exchange_comes_behind_it() -> None:
+    ours, theirs = tiny_pair(form="quick")
+    with ours, theirs:
+        large = bytes(300_000)
+        theirs.send([b"ahead"], soon())
+        theirs.send([b"reply"], soon())
+        taking = Elsewhere(lambda: bytes(theirs.recv(soon())))
+        assert bytes(ours.exchange([large], soon())) == b"ahead"
+        assert taking.result() == large
+        theirs.send([b"last"], soon())
+        taking = Elsewhere(lambda: bytes(theirs.recv(soon())))
+        assert bytes(ours.exchange([b"more"], soon())) == b"reply"
+        assert taking.result() == b"more"
+        assert bytes(ours.recv(soon())) == b"last"
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("begun", [b"", b"\x03\x00\x00\x00a"])
+def test_a_signal_that_raises_leaves_whole_frames_or_none(begun: bytes) -> None:
+    bare, channel = bare_pair(1000, "quick")
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with bare, channel:
+            bare.sendall(begun)
+            waker = threading.Timer(
+                0.1, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            )
+            waker.start()
+            with pytest.raises(Interrupted):
+                channel.recv(soon())
+            waker.join()
+            if begun:
+                with pytest.raises(TransportError, match="closed by the peer"):
+                    channel.recv(soon())
+                assert channel.is_closed
+            else:
+                bare.sendall(b"\x03\x00\x00\x00abc")
+                assert bytes(channel.recv(soon())) == b"abc"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_the_sockets_carry_the_options_that_bound_a_dead_peer_HALF_OPEN() -> None:

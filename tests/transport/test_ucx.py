@@ -21,14 +21,27 @@ from tests.transport.test_tcp import has_ipv6
 from tests.transport.ucx import is_older_than, needs_ucx
 
 from farspark.errors import ConfigError, TransportError
+from farspark.native.round_calls import load_round_calls
 from farspark.native.ucx import load_ucx
-from farspark.transport import Channel, connect, exchange, listen
+from farspark.transport import Channel, connect, exchange, listen, ucx
 from farspark.transport.ucx import UcxChannel, _Held
 
 pytestmark = needs_ucx
+load_round_calls()
 
 
 class TestUcx(ChannelContract):
+    def address(self) -> str:
+        return "ucx://127.0.0.1:0"
+
+
+class TestUcxThroughCtypes(ChannelContract):
+    """As where the quick calls are not to be had."""
+
+    @pytest.fixture(autouse=True)
+    def without_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ucx, "ready_round_calls", lambda: None)
+
     def address(self) -> str:
         return "ucx://127.0.0.1:0"
 
@@ -199,7 +212,13 @@ def test_the_memory_of_a_send_cannot_be_freed_or_resized_while_ucx_has_it_SEND_G
     assert seen() is None
 
 
-def test_a_late_send_is_given_up_its_memory_free_and_a_new_connection_works_SEND_GC() -> None:
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_a_late_send_is_given_up_its_memory_free_and_a_new_connection_works_SEND_GC(
+    is_quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_quick:
+        monkeypatch.setattr(ucx, "ready_round_calls", lambda: None)
+
     class Rows(bytearray):
         pass
 

@@ -1,4 +1,4 @@
-"""`python -m farspark.native [FILE]` builds the native helper."""
+"""`python -m farspark.native [NAME [FILE]]` builds the native libraries."""
 
 import sys
 

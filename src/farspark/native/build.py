@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,8 +39,10 @@ class Library:
     version: int  # NAME_VERSION of its header; a build of another version is refused
     header: str
     sources: tuple[str, ...]
+    other_headers: tuple[str, ...] = ()  # of ours
     flags: tuple[str, ...] = FLAGS
     foreign: str = ""  # what is needed beside a C compiler, and where it comes from
+    include: tuple[Path, ...] = ()  # directories of foreign headers that are always looked in
 
     @property
     def packaged(self) -> Path:
@@ -58,14 +61,25 @@ UCXCHANNEL: Final = Library(
     flags=(*FLAGS, "-D_GNU_SOURCE"),
     foreign="the headers of UCX 1.13 or later (Debian and Ubuntu: libucx-dev)",
 )
-LIBRARIES: Final = (HOSTFLAG, UCXCHANNEL)
+ROUNDCALLS: Final = Library(
+    "roundcalls",
+    "the quick calls of a round",
+    1,
+    "round_calls.h",
+    ("round_calls.c", "step_calls.c"),
+    other_headers=("ucx_channel.h",),
+    flags=(*FLAGS, "-D_GNU_SOURCE"),
+    foreign="the headers of Python (Debian and Ubuntu: python3-dev)",
+    include=(Path(sysconfig.get_path("include")),),
+)
+LIBRARIES: Final = (HOSTFLAG, UCXCHANNEL, ROUNDCALLS)
 
 
 def source_digest(library: Library = HOSTFLAG) -> str:
     """64 hex digits over header, sources and flags. Raises NativeUnavailable if they are not there."""
     digest = hashlib.sha256()
     try:
-        texts = [(HERE / name).read_bytes() for name in (library.header, *library.sources)]
+        texts = [(HERE / name).read_bytes() for name in (library.header, *library.other_headers, *library.sources)]
     except OSError as error:
         raise NativeUnavailable(f"the sources of {library.title} cannot be read: {error}") from error
     for part in (*texts, " ".join(library.flags).encode()):
@@ -83,7 +97,7 @@ def compile_library(output: Path, library: Library = HOSTFLAG, *, include: Seque
         raise NativeUnavailable(f"no C compiler on the PATH ({', '.join(COMPILERS)})")
     build = f'-D{library.name.upper()}_BUILD="{source_digest(library)}"'
     # System headers: their warnings are not ours.
-    foreign = [argument for directory in include for argument in ("-isystem", str(directory))]
+    foreign = [argument for directory in (*library.include, *include) for argument in ("-isystem", str(directory))]
     sources = [str(HERE / name) for name in library.sources]
     try:
         # Beside the output: a rename within one file system is atomic, and two ranks may compile at the same time.

@@ -951,9 +951,12 @@ static int send_frame(ucxchannel *channel, const ucxchannel_piece *pieces, size_
     message = post(channel, FRAME, pieces, count);
     if (message == NULL)
         return state_of(channel);
-    do {
+    /* What fits into the peer's buffers is out at once, and looking for more would cost a system call. */
+    while (!is_sent(channel, message)) {
         result = wait_until(channel, is_sent, message, 0, deadline_ns);
-    } while (result == UCXCHANNEL_INTERRUPTED);
+        if (result != UCXCHANNEL_INTERRUPTED)
+            break;
+    }
     if (result == UCXCHANNEL_OK) {
         ucs_status_t status = message->status;
         reap(channel);

@@ -1,8 +1,11 @@
-"""Frames over TCP: a little-endian u32 length, then the frame. Standard library only.
+"""Frames over TCP: a little-endian u32 length, then the frame. Needs nothing but the standard library.
 
 A wait first spins (the reply to a round is due within microseconds, and waking a sleeping thread takes tens of them), then
 sleeps in `poll` until the deadline. While `send` waits for a full socket it reads, up to one frame ahead: two ends that send
 one frame each at the same time finish, however small the socket buffers.
+
+Where `native.round_calls` is to be had, one call of it sends what fits, spins, sleeps and reads, without the GIL. Whatever is out
+of the ordinary it hands back as it is then, and what follows is decided here.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Final
 
 from farspark.clock import Deadline
 from farspark.errors import ConfigError, ProtocolError, TransportError
+from farspark.native.round_calls import ALL, ENDED, LATE, NEVER_NS, RoundCalls, ready_round_calls
 from farspark.transport.addresses import SocketAddress, reason, resolve, show
 from farspark.transport.base import Piece
 from farspark.transport.endpoint import Endpoint
@@ -51,13 +55,18 @@ _BACKLOG = 128
 class TcpChannel(ChannelEnd):
     """A `Channel` over one connected socket, which it owns."""
 
-    def __init__(self, sock: socket.socket, *, max_frame_bytes: int, spin_us: int) -> None:
+    def __init__(
+        self, sock: socket.socket, *, max_frame_bytes: int, spin_us: int, calls: RoundCalls | None = None
+    ) -> None:
         # Blocking, so that a wait without a deadline is one call; everything else says MSG_DONTWAIT.
         sock.setblocking(True)
         _set_options(sock)
         self._socket = sock
         self.max_frame_bytes = max_frame_bytes
         self._spin_s = spin_us / 1e6
+        self._spin_ns = 1000 * spin_us
+        self._calls = calls
+        self._descriptor = sock.fileno() if calls else -1
         ours, theirs = sock.getsockname(), sock.getpeername()
         self._lane = f"tcp {show(ours)} -> {show(theirs)}"
         self._theirs = show(theirs)
@@ -76,24 +85,42 @@ class TcpChannel(ChannelEnd):
 
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         """As `Channel.send`. Raises ValueError for a frame above the wire's own 4 GiB."""
-        frame_bytes = sum([piece.nbytes if type(piece) is memoryview else len(piece) for piece in pieces])
-        if frame_bytes > _MAX_LENGTH:
-            raise ValueError(f"frame of {frame_bytes} bytes, at most {_MAX_LENGTH}")
-        buffers = [_LENGTH.pack(frame_bytes), *pieces]
         self._begin()
         try:
-            sent = self._send_some(buffers)
-            if sent < _LENGTH.size + frame_bytes:
-                self._send_rest(buffers, sent, deadline)
+            self._send(pieces, deadline)
+        finally:
+            self._end()
+
+    def exchange(self, pieces: Sequence[Piece], deadline: Deadline) -> memoryview:
+        """`send`, then `recv`, in one call without the GIL where that is to be had. Raises as they do."""
+        self._begin()
+        try:
+            if self._calls is None or self._to > self._from:
+                self._send(pieces, deadline)
+                return self._take(deadline)
+            if self._from:
+                self._move_to_front()
+            try:
+                got = self._calls.exchange(
+                    self._descriptor, pieces, self._memory, self.max_frame_bytes, self._spin_ns, _at_ns(deadline)
+                )
+            except OSError as error:
+                raise self._gone(error) from error
+            if type(got) is memoryview:
+                self._from = self._to = _LENGTH.size + len(got)
+                return got
+            if got < 0:
+                self._send_from(-1 - got, pieces, deadline)
+            else:
+                self._note(got)
+            return self._take(deadline)
         finally:
             self._end()
 
     def recv(self, deadline: Deadline) -> memoryview:
         self._begin()
         try:
-            end = self._read(_WHOLE, deadline)
-            start, self._from = self._from + _LENGTH.size, end
-            return memoryview(self._memory)[start:end]
+            return self._take(deadline)
         finally:
             self._end()
 
@@ -131,6 +158,27 @@ class TcpChannel(ChannelEnd):
         if self._is_closed:
             self._socket.close()  # which may be closed twice
 
+    def _send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        sent = 0
+        if self._calls is not None:
+            try:
+                sent = self._calls.send(self._descriptor, pieces)
+            except OSError as error:
+                raise self._gone(error) from error
+            if sent == ALL:
+                return
+        self._send_from(sent, pieces, deadline)
+
+    def _send_from(self, sent: int, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        """Send what follows the first `sent` bytes of the frame and its length."""
+        frame_bytes = sum([piece.nbytes if type(piece) is memoryview else len(piece) for piece in pieces])
+        if frame_bytes > _MAX_LENGTH:
+            raise ValueError(f"frame of {frame_bytes} bytes, at most {_MAX_LENGTH}")
+        buffers = [_LENGTH.pack(frame_bytes), *pieces]
+        sent = sent or self._send_some(buffers)
+        if sent < _LENGTH.size + frame_bytes:
+            self._send_rest(buffers, sent, deadline)
+
     def _send_some(self, buffers: Sequence[Piece]) -> int:
         """Hand over what fits without waiting; the number of bytes."""
         try:
@@ -164,9 +212,26 @@ class TcpChannel(ChannelEnd):
             sent = self._send_some(rest)
             started = started or sent > 0
 
+    def _take(self, deadline: Deadline) -> memoryview:
+        """The next frame, which is not in `_memory`'s care any more."""
+        if self._calls is None:
+            end = self._read(_WHOLE, deadline)
+        else:
+            while not (end := self._arrived(_WHOLE)):
+                frame = self._read_quickly(self._calls, _WHOLE, deadline)
+                if frame is not None:
+                    return frame
+        start, self._from = self._from + _LENGTH.size, end
+        return memoryview(self._memory)[start:end]
+
     def _read(self, wanted: int, deadline: Deadline) -> int:
         """Read until the first `wanted` bytes of the next frame are there, or the whole frame; where the frame ends."""
         end = self._arrived(wanted)
+        if self._calls is not None:
+            while not end:
+                self._read_quickly(self._calls, wanted, deadline)
+                end = self._arrived(wanted)
+            return end
         if deadline.at_s == math.inf and not self._spin_s:
             while not end:
                 self._read_some(_WAIT_ALL if wanted == _WHOLE else 0)
@@ -187,6 +252,33 @@ class TcpChannel(ChannelEnd):
             elif time.monotonic() >= spin_until:
                 self._wait(select.POLLIN, deadline, "waiting for a frame")
         return end
+
+    def _read_quickly(self, calls: RoundCalls, wanted: int, deadline: Deadline) -> memoryview | None:
+        """Read for as long as nothing is to be decided; the frame, taken, if it is wanted whole and all that is there."""
+        if self._from:
+            self._move_to_front()
+        to = self._to
+        if to >= _LENGTH.size:
+            self._reserve(_LENGTH.size + self._next_length())
+        try:
+            got = calls.receive(
+                self._descriptor, self._memory, to, wanted, self.max_frame_bytes, self._spin_ns, _at_ns(deadline)
+            )
+        except OSError as error:
+            raise self._gone(error) from error
+        if type(got) is memoryview:
+            self._from = self._to = _LENGTH.size + len(got)
+            return got
+        self._note(got)
+        return None
+
+    def _note(self, got: int) -> None:
+        """Take note of how a quick read ended."""
+        self._to, how = got >> 2, got & 3
+        if how == LATE:
+            raise self._late("waiting for a frame")
+        if how == ENDED:
+            raise self._ended()
 
     def _arrived(self, wanted: int) -> int:
         """Where the next frame ends, once its first `wanted` bytes are there, or the whole frame; 0 before."""
@@ -230,7 +322,7 @@ class TcpChannel(ChannelEnd):
     def _move_to_front(self) -> None:
         """Make room: in the same memory if nobody looks at a frame in it any more, else in fresh memory."""
         start, self._from = self._from, 0
-        rest = self._memory[start : self._to]
+        rest = self._memory[start : self._to] if start < self._to else b""
         self._to = len(rest)
         if len(self._memory) <= _MAX_KEPT_BYTES:
             try:
@@ -241,7 +333,8 @@ class TcpChannel(ChannelEnd):
                 self._memory = bytearray(len(self._memory))
         else:
             self._memory = bytearray(max(_FIRST_MEMORY_BYTES, len(rest)))
-        self._memory[: len(rest)] = rest
+        if rest:
+            self._memory[: len(rest)] = rest
 
     def _reserve(self, end: int) -> None:
         """Have room for a frame up to `end`; its length has been judged."""
@@ -327,7 +420,9 @@ class TcpListener(ListenerEnd):
                 time.sleep(min(0.05, deadline.left_s()))
             else:
                 try:
-                    return TcpChannel(sock, max_frame_bytes=self._max_frame_bytes, spin_us=self._spin_us)
+                    return TcpChannel(
+                        sock, max_frame_bytes=self._max_frame_bytes, spin_us=self._spin_us, calls=ready_round_calls()
+                    )
                 except OSError:
                     sock.close()  # the peer went away between its connect and our accept
             if self._is_closed:
@@ -370,7 +465,7 @@ def connect(endpoint: Endpoint, deadline: Deadline, *, max_frame_bytes: int) -> 
         else:
             spin_us = DEFAULT_CONNECT_SPIN_US if endpoint.spin_us is None else endpoint.spin_us
             try:
-                return TcpChannel(sock, max_frame_bytes=max_frame_bytes, spin_us=spin_us)
+                return TcpChannel(sock, max_frame_bytes=max_frame_bytes, spin_us=spin_us, calls=ready_round_calls())
             except OSError as error:
                 sock.close()
                 failures.append(f"{show(address)}: {reason(error)}")
@@ -450,6 +545,13 @@ def listen(endpoint: Endpoint, *, max_frame_bytes: int) -> TcpListener:
     raise ConfigError(f"endpoint {endpoint}: cannot listen: {'; '.join(failures)}")
 
 
+def _at_ns(deadline: Deadline) -> int:
+    if deadline.clock is time.monotonic:
+        return NEVER_NS if deadline.at_s == math.inf else int(deadline.at_s * 1e9)
+    left_s = deadline.left_s()
+    return NEVER_NS if left_s == math.inf else time.monotonic_ns() + int(left_s * 1e9)
+
+
 def _set_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -457,3 +559,7 @@ def _set_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+    if sock.getsockname()[0] == sock.getpeername()[0]:
+        # Within one machine nothing is congested. A system's default that paces (BBR) would hold rows back by its estimate.
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")

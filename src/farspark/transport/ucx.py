@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 import math
 import os
 import re
@@ -21,11 +22,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final, NoReturn, Protocol
 
 from farspark.clock import Deadline
 from farspark.errors import ConfigError, ProtocolError, TransportError
 from farspark.native.build import NativeUnavailable
+from farspark.native.round_calls import Outcome, RoundCalls, ready_round_calls
 from farspark.native.ucx import NEVER, Address, UcxLibrary, UcxPiece, load_ucx
 from farspark.transport.addresses import SocketAddress, reason, resolve, show
 from farspark.transport.base import Piece
@@ -106,6 +108,10 @@ class _Status(enum.IntEnum):
     FOREIGN = -8
 
 
+# A member of an enum is looked up ten times as slowly as a name of the module.
+_TIMED_OUT, _INTERRUPTED, _TOO_LARGE = int(_Status.TIMED_OUT), int(_Status.INTERRUPTED), int(_Status.TOO_LARGE)
+
+
 class _PyBuffer(ctypes.Structure):
     """Py_buffer, of Python's stable ABI."""
 
@@ -153,6 +159,76 @@ class _Held:
             _release_buffer(buffer)
         self._count = 0
 
+    def unless_late(self, status: int) -> _Held | None:
+        """Release it, unless UCX still has it."""
+        if status == _Status.HELD:
+            return self
+        self.release()
+        return None
+
+
+class _Calls(Protocol):
+    """What waits for UCX: a status, whether the frame is out, the bytes received, and what holds pieces that UCX still has."""
+
+    def send(self, pieces: Sequence[Piece], until_ns: int) -> Outcome: ...
+
+    def receive(self, memory: bytearray, capacity: int, spin_ns: int, until_ns: int) -> Outcome: ...
+
+    def exchange(
+        self, pieces: Sequence[Piece], memory: bytearray, capacity: int, spin_ns: int, until_ns: int
+    ) -> Outcome: ...
+
+
+class _PlainCalls:
+    """Through ctypes, which needs no more than the shim."""
+
+    def __init__(self, calls: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
+        self._calls = calls
+        self._handle = handle
+        self._length = ctypes.c_size_t()
+
+    def send(self, pieces: Sequence[Piece], until_ns: int) -> Outcome:
+        held = _Held(pieces)
+        status = self._calls.ucxchannel_send(self._handle, held.pieces, len(pieces), until_ns)
+        return status, False, 0, held.unless_late(status)
+
+    def receive(self, memory: bytearray, capacity: int, spin_ns: int, until_ns: int) -> Outcome:
+        status = self._calls.ucxchannel_receive(
+            self._handle, _address_of(memory), capacity, spin_ns, until_ns, ctypes.byref(self._length)
+        )
+        return status, False, self._length.value, None
+
+    def exchange(
+        self, pieces: Sequence[Piece], memory: bytearray, capacity: int, spin_ns: int, until_ns: int
+    ) -> Outcome:
+        held, is_sent = _Held(pieces), ctypes.c_int()
+        status = self._calls.ucxchannel_exchange(
+            self._handle,
+            held.pieces,
+            len(pieces),
+            _address_of(memory),
+            capacity,
+            spin_ns,
+            until_ns,
+            ctypes.byref(is_sent),
+            ctypes.byref(self._length),
+        )
+        return status, bool(is_sent.value), self._length.value, held.unless_late(status)
+
+
+class _QuickCalls:
+    """The same through `native.round_calls`, which takes microseconds less."""
+
+    def __init__(self, quick: RoundCalls, calls: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
+        assert handle.value is not None
+        send, receive, exchange = (
+            ctypes.cast(one, ctypes.c_void_p).value or 0
+            for one in (calls.ucxchannel_send, calls.ucxchannel_receive, calls.ucxchannel_exchange)
+        )
+        self.send = functools.partial(quick.ucx_send, send, handle.value)
+        self.receive = functools.partial(quick.ucx_receive, receive, handle.value)
+        self.exchange = functools.partial(quick.ucx_exchange, exchange, handle.value)
+
 
 class UcxChannel(WatchedChannelEnd):
     """A `Channel` over one UCX endpoint, which it owns."""
@@ -162,32 +238,36 @@ class UcxChannel(WatchedChannelEnd):
     ) -> None:
         self._calls = library.calls
         self._handle = handle
+        quick = ready_round_calls()
+        self._waiting: _Calls = (
+            _PlainCalls(self._calls, handle) if quick is None else _QuickCalls(quick, self._calls, handle)
+        )
         self._lane = lane
         self.max_frame_bytes = max_frame_bytes
         self._spin_ns = spin_us * 1000
-        self._max_unread_bytes = 0  # as UCX's side has it
+        self._limited_for = -1  # the frame size that UCX's side was told of last
 
-        self._closing = threading.Lock()  # guards the two below: the handle may not go under a call that uses it
+        # The handle may not go under a call that uses it. A call sets busy and then looks at closed; `close` sets closed and then
+        # looks at busy: whatever the order, one of them sees the other.
         self._is_closed = False
         self._is_busy = False
-        self._late: _Held | None = None  # what UCX did not let go of
+        self._retiring = threading.Lock()  # guards the one below
+        self._is_retired = False
+        self._late: object = None  # what UCX did not let go of
 
         self._memory = bytearray(_FIRST_MEMORY_BYTES)
-        self._address = _address_of(self._memory)
-        self._length = ctypes.c_size_t()
         self._begun: memoryview | None = None  # a frame that `recv_head` has shown
         self._limit_unread()
 
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         self._begin()
-        held = None
         try:
-            held = self._hold(pieces)
-            status = self._calls.ucxchannel_send(self._handle, held.pieces, len(pieces), _at_ns(deadline))
+            self._limit_unread()
+            status, _, _, late = self._waiting.send(pieces, _at_ns(deadline))
             if status:
-                self._failed_to_send(status, held)
+                self._failed_to_send(status, late)
         finally:
-            self._end(held)
+            self._end()
 
     def recv(self, deadline: Deadline) -> memoryview:
         self._begin()
@@ -196,7 +276,7 @@ class UcxChannel(WatchedChannelEnd):
                 frame, self._begun = self._begun, None
                 return frame
             self._make_room()
-            return self._taken(self._receive(deadline), deadline)
+            return self._taken(*self._receive(deadline), deadline)
         finally:
             self._end()
 
@@ -209,64 +289,58 @@ class UcxChannel(WatchedChannelEnd):
     def exchange(self, pieces: Sequence[Piece], deadline: Deadline) -> memoryview:
         """`send`, then `recv`, in one call without the GIL. Raises as they do."""
         self._begin()
-        held = None
         try:
-            held = self._hold(pieces)
+            self._limit_unread()
             self._make_room()
-            is_sent = ctypes.c_int()
-            status = self._calls.ucxchannel_exchange(
-                self._handle,
-                held.pieces,
-                len(pieces),
-                self._address,
-                min(len(self._memory), self.max_frame_bytes),
-                self._spin_ns,
-                _at_ns(deadline),
-                ctypes.byref(is_sent),
-                ctypes.byref(self._length),
+            capacity = min(len(self._memory), self.max_frame_bytes)
+            status, is_sent, length, late = self._waiting.exchange(
+                pieces, self._memory, capacity, self._spin_ns, _at_ns(deadline)
             )
-            if not is_sent.value:
-                self._failed_to_send(status, held)
-            return self._taken(status, deadline)
+            if not status:
+                return memoryview(self._memory)[:length]
+            if not is_sent:
+                self._failed_to_send(status, late)
+            return self._taken(status, length, deadline)
         finally:
-            self._end(held)
+            self._end()
 
     def close(self) -> None:
-        with self._closing:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            if self._is_busy:
-                # Wakes the thread inside; it retires the handle on its way out.
-                self._calls.ucxchannel_wake(self._handle)
-                return
-        self._retire()
+        self._is_closed = True
+        if self._is_busy:
+            with self._retiring:
+                if not self._is_retired:
+                    # Wakes the thread inside; it retires the handle on its way out.
+                    self._calls.ucxchannel_wake(self._handle)
+        else:
+            self._retire()
 
     def _begin(self) -> None:
-        with self._closing:
-            if self._is_closed:
-                raise TransportError(f"{self._lane}: closed")
-            self._is_busy = True
+        self._is_busy = True
+        if self._is_closed:
+            self._end()
+            raise TransportError(f"{self._lane}: closed")
 
-    def _end(self, held: _Held | None = None) -> None:
-        if held is not None and held is not self._late:
-            held.release()
-        with self._closing:
-            self._is_busy = False
-            if not self._is_closed:
-                return
-        self._retire()
+    def _end(self) -> None:
+        self._is_busy = False
+        if self._is_closed:
+            self._retire()
 
     def _retire(self) -> None:
-        """Close in the background: it may wait for the peer, and whoever closes has no time for that."""
-        calls, handle, late = self._calls, self._handle, self._late
+        """Close in the background, once: it may wait for the peer, and whoever closes has no time for that."""
+        with self._retiring:
+            if self._is_retired:
+                return
+            self._is_retired = True
+        calls, handle, late = self._calls, self._handle, [self._late]
         self._late = None
 
         def retire() -> None:
             calls.ucxchannel_close(handle, time.monotonic_ns() + LINGER_NS)
             calls.ucxchannel_destroy(handle)
-            if late is not None:
-                late.release()
+            # Not before, and then at once.
+            if isinstance(late[0], _Held):
+                late[0].release()
+            late.clear()
 
         try:
             # No daemon: a process that ends meanwhile waits for it, and so what was sent last arrives.
@@ -274,20 +348,14 @@ class UcxChannel(WatchedChannelEnd):
         except RuntimeError:
             retire()  # the interpreter is ending and starts no thread any more
 
-    def _hold(self, pieces: Sequence[Piece]) -> _Held:
-        self._limit_unread()
-        return _Held(pieces)
-
     def _limit_unread(self) -> None:
         """Where it changed. Only while it sends does this side receive what nobody has asked for yet."""
-        allowed = self.max_frame_bytes + _UNREAD_SLACK_BYTES
-        if allowed != self._max_unread_bytes:
-            self._max_unread_bytes = allowed
-            self._calls.ucxchannel_set_max_unread(self._handle, allowed)
+        if self.max_frame_bytes != self._limited_for:
+            self._limited_for = self.max_frame_bytes
+            self._calls.ucxchannel_set_max_unread(self._handle, self.max_frame_bytes + _UNREAD_SLACK_BYTES)
 
-    def _failed_to_send(self, status: int, held: _Held) -> NoReturn:
-        if status == _Status.HELD:
-            self._late = held
+    def _failed_to_send(self, status: int, late: object) -> NoReturn:
+        self._late = late
         if status in (_Status.ABANDONED, _Status.HELD):
             self._mark_closed()
             raise TimeoutError(
@@ -295,53 +363,40 @@ class UcxChannel(WatchedChannelEnd):
             )
         self._fail(status)
 
-    def _receive(self, deadline: Deadline) -> int:
-        return int(
-            self._calls.ucxchannel_receive(
-                self._handle,
-                self._address,
-                min(len(self._memory), self.max_frame_bytes),
-                self._spin_ns,
-                _at_ns(deadline),
-                ctypes.byref(self._length),
-            )
-        )
+    def _receive(self, deadline: Deadline) -> tuple[int, int]:
+        """Status and length."""
+        capacity = min(len(self._memory), self.max_frame_bytes)
+        status, _, length, _ = self._waiting.receive(self._memory, capacity, self._spin_ns, _at_ns(deadline))
+        return status, length
 
-    def _taken(self, status: int, deadline: Deadline) -> memoryview:
+    def _taken(self, status: int, length: int, deadline: Deadline) -> memoryview:
         """The frame that a call with this outcome has received, or receives at last."""
-        while status == _Status.INTERRUPTED:
+        while status == _INTERRUPTED:
             # Python has run its signal handlers meanwhile, which may raise.
-            status = self._receive(deadline)
-        if status == _Status.TOO_LARGE:
-            length = self._length.value
+            status, length = self._receive(deadline)
+        if status == _TOO_LARGE:
             if length > self.max_frame_bytes:
                 self._mark_closed()
                 raise ProtocolError(f"{self._lane}: frame of {length} bytes announced, at most {self.max_frame_bytes}")
-            self._use(bytearray(length))
-            status = self._receive(deadline)
-        if status == _Status.TIMED_OUT:
+            self._memory = bytearray(length)
+            status, length = self._receive(deadline)
+        if status == _TIMED_OUT:
             raise TimeoutError(f"{self._lane}: deadline passed while waiting for a frame")
         if status:
             self._fail(status)
-        return memoryview(self._memory)[: self._length.value]
+        return memoryview(self._memory)[:length]
 
     def _make_room(self) -> None:
         """Receive into the same memory if nobody looks at a frame in it any more, else into other memory."""
         if len(self._memory) > _MAX_KEPT_BYTES:
-            self._use(bytearray(_FIRST_MEMORY_BYTES))
+            self._memory = bytearray(_FIRST_MEMORY_BYTES)
             return
         try:
             # A bytearray refuses to change its length as long as a view of it lives anywhere.
             self._memory.append(0)
             self._memory.pop()
         except BufferError:
-            self._use(bytearray(len(self._memory)))
-        else:
-            self._address = _address_of(self._memory)
-
-    def _use(self, memory: bytearray) -> None:
-        self._memory = memory
-        self._address = _address_of(memory)
+            self._memory = bytearray(len(self._memory))
 
     def _fail(self, status: int) -> NoReturn:
         closed_here = self._is_closed
@@ -353,8 +408,7 @@ class UcxChannel(WatchedChannelEnd):
 
     def _mark_closed(self) -> None:
         """As `close`, by the thread inside."""
-        with self._closing:
-            self._is_closed = True
+        self._is_closed = True
 
 
 class UcxListener(ListenerEnd):
@@ -683,6 +737,8 @@ def _shown(address: Address) -> str:
 
 
 def _at_ns(deadline: Deadline) -> int:
+    if deadline.clock is time.monotonic:
+        return NEVER if deadline.at_s == math.inf else int(deadline.at_s * 1e9)
     left_s = deadline.left_s()
     return NEVER if left_s == math.inf else time.monotonic_ns() + int(left_s * 1e9)
 

@@ -1,0 +1,496 @@
+/* The contract is round_calls.h and native/round_calls.py; here is only how it is kept. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+
+#include "round_calls.h"
+
+#include "ucx_channel.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <poll.h>
+#include <stdbool.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#ifndef ROUNDCALLS_BUILD
+#define ROUNDCALLS_BUILD ""
+#endif
+
+/* A frame of more pieces is left to Python. */
+#define MAX_PIECES 32
+#define LENGTH_BYTES 4
+#define WHOLE UINT32_MAX
+/* The rest of a large frame is on its way: whoever sleeps meanwhile makes the sender wake it, segment after segment. */
+#define LARGE_BYTES 65536
+#define REST_SPIN_NS INT64_C(100000)
+
+/* How a read ended, in the two lowest bits of its result. */
+enum { CAME = 0, LATE = 1, ENDED = 2 };
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* The memory of a frame's pieces, held where it is: nobody can free or resize it. */
+
+typedef struct holding {
+    Py_ssize_t count;
+    Py_buffer pieces[];
+} holding;
+
+static void release(holding *held)
+{
+    if (held == NULL)
+        return;
+    while (held->count > 0)
+        PyBuffer_Release(&held->pieces[--held->count]);
+    PyMem_Free(held);
+}
+
+static holding *hold(PyObject *pieces)
+{
+    Py_ssize_t count = PySequence_Size(pieces);
+    holding *held;
+    if (count < 0)
+        return NULL;
+    held = PyMem_Malloc(sizeof *held + (size_t)count * sizeof held->pieces[0]);
+    if (held == NULL)
+        return (holding *)PyErr_NoMemory();
+    for (held->count = 0; held->count < count; held->count++) {
+        PyObject *piece = PySequence_GetItem(pieces, held->count);
+        int failed = piece == NULL || PyObject_GetBuffer(piece, &held->pieces[held->count], PyBUF_SIMPLE) < 0;
+        Py_XDECREF(piece);
+        if (failed) {
+            release(held);
+            return NULL;
+        }
+    }
+    return held;
+}
+
+/* Frames over a socket. */
+
+typedef struct outgoing {
+    struct iovec pieces[MAX_PIECES + 1];
+    size_t count;
+    size_t bytes; /* with the length in front */
+    unsigned char length[LENGTH_BYTES];
+} outgoing;
+
+/* False where the frame is left to Python. */
+static bool prepare(outgoing *frame, const holding *held)
+{
+    size_t bytes = 0;
+    if (held->count > MAX_PIECES)
+        return false;
+    for (Py_ssize_t index = 0; index < held->count; index++) {
+        frame->pieces[index + 1] = (struct iovec){held->pieces[index].buf, (size_t)held->pieces[index].len};
+        bytes += (size_t)held->pieces[index].len;
+    }
+    if (bytes > UINT32_MAX)
+        return false;
+    for (int byte = 0; byte < LENGTH_BYTES; byte++)
+        frame->length[byte] = (unsigned char)(bytes >> (8 * byte));
+    frame->pieces[0] = (struct iovec){frame->length, LENGTH_BYTES};
+    frame->count = (size_t)held->count + 1;
+    frame->bytes = LENGTH_BYTES + bytes;
+    return true;
+}
+
+/* What fits without waiting; -1 with errno. */
+static ssize_t send_some(int fd, outgoing *frame)
+{
+    struct msghdr message = {.msg_iov = frame->pieces, .msg_iovlen = frame->count};
+    ssize_t sent = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    return sent < 0 && (errno == EAGAIN || errno == EINTR) ? 0 : sent;
+}
+
+typedef struct reading {
+    int fd;
+    unsigned char *memory;
+    size_t capacity;
+    size_t to;     /* bytes that are there */
+    size_t wanted; /* of the frame */
+    size_t limit;
+    int64_t spin_ns;
+    int64_t until_ns;
+} reading;
+
+static size_t length_of(const unsigned char *memory)
+{
+    return (size_t)memory[0] | (size_t)memory[1] << 8 | (size_t)memory[2] << 16 | (size_t)memory[3] << 24;
+}
+
+/* Where the next read ends, 0 where there is nothing to read for: what was wanted is there, or Python must look. */
+static size_t read_up_to(const reading *in)
+{
+    size_t length;
+    if (in->to < LENGTH_BYTES)
+        return in->capacity;
+    length = length_of(in->memory);
+    if (length > in->limit || length > in->capacity - LENGTH_BYTES)
+        return 0;
+    if (in->to - LENGTH_BYTES >= length || in->to - LENGTH_BYTES >= in->wanted)
+        return 0;
+    return LENGTH_BYTES + length;
+}
+
+static bool is_large(const reading *in)
+{
+    return in->to >= LENGTH_BYTES && length_of(in->memory) > LARGE_BYTES;
+}
+
+/* Read until enough is there. As one of the results, or -1 with errno: EINTR where Python's signal handlers must run first. */
+static int read_frame(reading *in)
+{
+    int64_t spin_until = 0;
+    for (;;) {
+        const size_t end = read_up_to(in);
+        const int64_t spin_ns = is_large(in) && in->spin_ns < REST_SPIN_NS ? REST_SPIN_NS : in->spin_ns;
+        const int flags = in->until_ns == ROUNDCALLS_NEVER && spin_ns == 0 ? 0 : MSG_DONTWAIT;
+        ssize_t count;
+        if (end == 0)
+            return CAME;
+        count = recv(in->fd, in->memory + in->to, end - in->to, flags);
+        if (count == 0)
+            return ENDED;
+        if (count > 0) {
+            in->to += (size_t)count;
+            spin_until = 0;
+            /* A peer that sends a byte now and then does not hold us for ever. */
+            if (in->until_ns != ROUNDCALLS_NEVER && read_up_to(in) != 0 && now_ns() >= in->until_ns)
+                return LATE;
+            continue;
+        }
+        if (errno != EAGAIN)
+            return -1;
+        if (spin_ns > 0) {
+            int64_t now = now_ns();
+            if (spin_until == 0)
+                spin_until = spin_ns > in->until_ns - now ? in->until_ns : now + spin_ns;
+            if (now < spin_until)
+                continue;
+        }
+        {
+            int64_t left = in->until_ns == ROUNDCALLS_NEVER ? -1 : in->until_ns - now_ns();
+            struct pollfd ready = {in->fd, POLLIN, 0};
+            int64_t left_ms = (left + 999999) / 1000000;
+            if (in->until_ns != ROUNDCALLS_NEVER && left <= 0)
+                return LATE;
+            if (poll(&ready, 1, left < 0 ? -1 : left_ms > INT_MAX ? INT_MAX : (int)left_ms) < 0)
+                return -1;
+        }
+    }
+}
+
+/* The frame in `memory`, if it was wanted whole and is all that is there; else 4 * bytes that are there, and how the read ended. */
+static PyObject *outcome_of(PyObject *memory, const reading *in, int outcome)
+{
+    size_t length = in->to < LENGTH_BYTES ? 0 : length_of(in->memory);
+    if (outcome == CAME && in->wanted == WHOLE && length <= in->limit && in->to == LENGTH_BYTES + length) {
+        PyObject *frame = NULL, *view = PyMemoryView_FromObject(memory);
+        PyObject *from = PyLong_FromLong(LENGTH_BYTES), *to = PyLong_FromSize_t(in->to);
+        PyObject *range = from == NULL || to == NULL ? NULL : PySlice_New(from, to, NULL);
+        if (view != NULL && range != NULL)
+            frame = PyObject_GetItem(view, range);
+        Py_XDECREF(range);
+        Py_XDECREF(to);
+        Py_XDECREF(from);
+        Py_XDECREF(view);
+        return frame;
+    }
+    return PyLong_FromSize_t(4 * in->to + (size_t)outcome);
+}
+
+static bool has_arguments(Py_ssize_t given, Py_ssize_t wanted)
+{
+    if (given != wanted)
+        PyErr_Format(PyExc_TypeError, "%zd arguments, expected %zd", given, wanted);
+    return given == wanted;
+}
+
+/* send(descriptor, pieces) */
+static PyObject *send_frame(PyObject *Py_UNUSED(self), PyObject *const *given, Py_ssize_t count)
+{
+    outgoing frame;
+    holding *held;
+    ssize_t sent = 0;
+    bool is_ours;
+    int fd;
+    if (!has_arguments(count, 2))
+        return NULL;
+    fd = (int)PyLong_AsLong(given[0]);
+    if (PyErr_Occurred() || (held = hold(given[1])) == NULL)
+        return NULL;
+    is_ours = prepare(&frame, held);
+    if (is_ours) {
+        Py_BEGIN_ALLOW_THREADS
+        sent = send_some(fd, &frame);
+        Py_END_ALLOW_THREADS
+    }
+    release(held);
+    if (sent < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    return PyLong_FromSsize_t(is_ours && (size_t)sent == frame.bytes ? -1 : sent);
+}
+
+/* receive(descriptor, memory, to, wanted, limit, spin_ns, until_ns) and what exchange has of it */
+static PyObject *read_into(PyObject *memory, reading *in, outgoing *frame)
+{
+    Py_buffer into;
+    const size_t began_at = in->to;
+    ssize_t sent = 0;
+    int outcome = CAME, error = 0;
+    bool is_out = true;
+    PyObject *result;
+    if (PyObject_GetBuffer(memory, &into, PyBUF_WRITABLE) < 0)
+        return NULL;
+    in->memory = into.buf;
+    in->capacity = (size_t)into.len;
+    if (in->to > in->capacity || in->capacity < LENGTH_BYTES) {
+        PyBuffer_Release(&into);
+        PyErr_SetString(PyExc_ValueError, "more is there than the memory holds");
+        return NULL;
+    }
+    for (;;) {
+        Py_BEGIN_ALLOW_THREADS
+        if (frame != NULL) {
+            sent = send_some(in->fd, frame);
+            is_out = sent >= 0 && (size_t)sent == frame->bytes;
+        }
+        if (is_out)
+            outcome = read_frame(in);
+        error = errno;
+        Py_END_ALLOW_THREADS
+        if (!is_out || outcome >= 0 || error != EINTR)
+            break;
+        frame = NULL;
+        if (PyErr_CheckSignals() < 0) {
+            /* What was read of a frame is lost with the exception, and nobody may take the rest for the begin of one. */
+            if (in->to != began_at)
+                shutdown(in->fd, SHUT_RDWR);
+            PyBuffer_Release(&into);
+            return NULL;
+        }
+    }
+    if (sent < 0 || outcome < 0) {
+        errno = error;
+        result = PyErr_SetFromErrno(PyExc_OSError);
+    } else {
+        result = is_out ? outcome_of(memory, in, outcome) : PyLong_FromSsize_t(-1 - sent);
+    }
+    PyBuffer_Release(&into);
+    return result;
+}
+
+static PyObject *receive_frame(PyObject *Py_UNUSED(self), PyObject *const *given, Py_ssize_t count)
+{
+    reading in = {0};
+    if (!has_arguments(count, 7))
+        return NULL;
+    in.fd = (int)PyLong_AsLong(given[0]);
+    in.to = PyLong_AsSize_t(given[2]);
+    in.wanted = PyLong_AsSize_t(given[3]);
+    in.limit = PyLong_AsSize_t(given[4]);
+    in.spin_ns = PyLong_AsLongLong(given[5]);
+    in.until_ns = PyLong_AsLongLong(given[6]);
+    if (PyErr_Occurred())
+        return NULL;
+    return read_into(given[1], &in, NULL);
+}
+
+/* exchange(descriptor, pieces, memory, limit, spin_ns, until_ns) */
+static PyObject *exchange_frames(PyObject *Py_UNUSED(self), PyObject *const *given, Py_ssize_t count)
+{
+    reading in = {.wanted = WHOLE};
+    outgoing frame;
+    holding *held;
+    PyObject *result;
+    if (!has_arguments(count, 6))
+        return NULL;
+    in.fd = (int)PyLong_AsLong(given[0]);
+    in.limit = PyLong_AsSize_t(given[3]);
+    in.spin_ns = PyLong_AsLongLong(given[4]);
+    in.until_ns = PyLong_AsLongLong(given[5]);
+    if (PyErr_Occurred() || (held = hold(given[1])) == NULL)
+        return NULL;
+    result = prepare(&frame, held) ? read_into(given[2], &in, &frame) : PyLong_FromLong(-1);
+    release(held);
+    return result;
+}
+
+/* Frames over UCX: the calls of ucx_channel, which another library has. */
+
+typedef int send_call(ucxchannel *, const ucxchannel_piece *, size_t, int64_t);
+typedef int receive_call(ucxchannel *, void *, size_t, int64_t, int64_t, size_t *);
+typedef int exchange_call(ucxchannel *, const ucxchannel_piece *, size_t, void *, size_t, int64_t, int64_t, int *, size_t *);
+
+typedef struct ucx_round {
+    uintptr_t call; /* the address of one of the above */
+    ucxchannel *channel;
+    PyObject *pieces; /* NULL: none are sent */
+    PyObject *memory; /* NULL: nothing is received */
+    size_t capacity;
+    int64_t spin_ns;
+    int64_t until_ns;
+} ucx_round;
+
+static void release_capsule(PyObject *capsule)
+{
+    release(PyCapsule_GetPointer(capsule, NULL));
+}
+
+static int run(const ucx_round *of, const ucxchannel_piece *pieces, size_t count, void *into, int *is_sent_p, size_t *bytes_p)
+{
+    if (of->memory == NULL)
+        return ((send_call *)of->call)(of->channel, pieces, count, of->until_ns);
+    if (of->pieces == NULL)
+        return ((receive_call *)of->call)(of->channel, into, of->capacity, of->spin_ns, of->until_ns, bytes_p);
+    return ((exchange_call *)of->call)(of->channel, pieces, count, into, of->capacity, of->spin_ns, of->until_ns, is_sent_p,
+                                       bytes_p);
+}
+
+/* (status, whether the frame is out, bytes received, what keeps the pieces where they are: None unless UCX has not let go) */
+static PyObject *run_round(const ucx_round *of)
+{
+    holding *held = NULL;
+    ucxchannel_piece *pieces = NULL;
+    Py_buffer into = {0};
+    PyObject *late, *result = NULL;
+    size_t count, bytes = 0;
+    int is_sent = 0, status;
+    if (of->pieces != NULL && (held = hold(of->pieces)) == NULL)
+        return NULL;
+    count = held == NULL ? 0 : (size_t)held->count;
+    if ((pieces = PyMem_Malloc((count + 1) * sizeof *pieces)) == NULL) {
+        PyErr_NoMemory();
+        goto free_all;
+    }
+    for (size_t index = 0; index < count; index++)
+        pieces[index] = (ucxchannel_piece){held->pieces[index].buf, (size_t)held->pieces[index].len};
+    if (of->memory != NULL) {
+        if (PyObject_GetBuffer(of->memory, &into, PyBUF_WRITABLE) < 0)
+            goto free_all;
+        if (of->capacity > (size_t)into.len) {
+            PyErr_SetString(PyExc_ValueError, "the memory has not that capacity");
+            goto free_all;
+        }
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = run(of, pieces, count, into.buf, &is_sent, &bytes);
+    Py_END_ALLOW_THREADS
+    if (status == UCXCHANNEL_HELD) {
+        late = PyCapsule_New(held, NULL, release_capsule);
+        /* Without a capsule the pieces stay where they are for good: UCX still reads them. */
+        held = NULL;
+    } else {
+        late = Py_NewRef(Py_None);
+    }
+    if (late != NULL)
+        result = Py_BuildValue("iOnN", status, is_sent ? Py_True : Py_False, (Py_ssize_t)bytes, late);
+
+free_all:
+    if (into.obj != NULL)
+        PyBuffer_Release(&into);
+    PyMem_Free(pieces);
+    release(held);
+    return result;
+}
+
+static bool read_target(ucx_round *of, PyObject *const *given)
+{
+    of->call = (uintptr_t)PyLong_AsUnsignedLongLong(given[0]);
+    of->channel = PyLong_AsVoidPtr(given[1]);
+    return PyErr_Occurred() == NULL;
+}
+
+/* Of what is received: memory, capacity, spin_ns. */
+static bool read_memory(ucx_round *of, PyObject *const *given)
+{
+    of->memory = given[0];
+    of->capacity = PyLong_AsSize_t(given[1]);
+    of->spin_ns = PyLong_AsLongLong(given[2]);
+    return PyErr_Occurred() == NULL;
+}
+
+static bool read_until(ucx_round *of, PyObject *given)
+{
+    of->until_ns = PyLong_AsLongLong(given);
+    return PyErr_Occurred() == NULL;
+}
+
+/* ucx_send(call, channel, pieces, until_ns) */
+static PyObject *ucx_send(PyObject *Py_UNUSED(self), PyObject *const *given, Py_ssize_t count)
+{
+    ucx_round of = {0};
+    if (!has_arguments(count, 4) || !read_target(&of, given) || !read_until(&of, given[3]))
+        return NULL;
+    of.pieces = given[2];
+    return run_round(&of);
+}
+
+/* ucx_receive(call, channel, memory, capacity, spin_ns, until_ns) */
+static PyObject *ucx_receive(PyObject *Py_UNUSED(self), PyObject *const *given, Py_ssize_t count)
+{
+    ucx_round of = {0};
+    if (!has_arguments(count, 6) || !read_target(&of, given) || !read_memory(&of, given + 2) || !read_until(&of, given[5]))
+        return NULL;
+    return run_round(&of);
+}
+
+/* ucx_exchange(call, channel, pieces, memory, capacity, spin_ns, until_ns) */
+static PyObject *ucx_exchange(PyObject *Py_UNUSED(self), PyObject *const *given, Py_ssize_t count)
+{
+    ucx_round of = {0};
+    if (!has_arguments(count, 7) || !read_target(&of, given) || !read_memory(&of, given + 3) || !read_until(&of, given[6]))
+        return NULL;
+    of.pieces = given[2];
+    return run_round(&of);
+}
+
+static PyMethodDef of_frames[] = {
+    {"send", (PyCFunction)(void (*)(void))send_frame, METH_FASTCALL, NULL},
+    {"receive", (PyCFunction)(void (*)(void))receive_frame, METH_FASTCALL, NULL},
+    {"exchange", (PyCFunction)(void (*)(void))exchange_frames, METH_FASTCALL, NULL},
+    {"ucx_send", (PyCFunction)(void (*)(void))ucx_send, METH_FASTCALL, NULL},
+    {"ucx_receive", (PyCFunction)(void (*)(void))ucx_receive, METH_FASTCALL, NULL},
+    {"ucx_exchange", (PyCFunction)(void (*)(void))ucx_exchange, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+uint32_t roundcalls_version(void)
+{
+    return ROUNDCALLS_VERSION;
+}
+
+const char *roundcalls_build(void)
+{
+    return ROUNDCALLS_BUILD;
+}
+
+static int add_all(PyObject *to, PyMethodDef *functions)
+{
+    for (PyMethodDef *each = functions; each->ml_name != NULL; each++) {
+        PyObject *function = PyCFunction_NewEx(each, NULL, NULL);
+        int failed = function == NULL || PyDict_SetItemString(to, each->ml_name, function) < 0;
+        Py_XDECREF(function);
+        if (failed)
+            return -1;
+    }
+    return 0;
+}
+
+PyObject *roundcalls_functions(void)
+{
+    PyObject *all = PyDict_New();
+    if (all != NULL && (roundcalls_prepare_steps() < 0 || add_all(all, of_frames) < 0 || add_all(all, roundcalls_of_steps) < 0))
+        Py_CLEAR(all);
+    return all;
+}

@@ -1,0 +1,154 @@
+"""The quick calls of a round, as `round_calls.c` has them: functions of Python's that move a frame in one call without the GIL.
+
+They are the quick form of what the rest of Farspark has in Python, which does without them where they are not to be had.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, Protocol, TypeVar, cast
+
+from farspark.native.build import ROUNDCALLS, NativeUnavailable
+from farspark.native.loader import open_build
+
+logger = logging.getLogger(__name__)
+
+NEVER_NS: Final = 2**63 - 1  # ROUNDCALLS_NEVER
+ALL: Final = -1  # what `send` returns for a whole frame
+# How a read ended: the two lowest bits of what `receive` returns.
+CAME, LATE, ENDED = 0, 1, 2
+
+Piece = bytes | bytearray | memoryview
+Outcome = tuple[int, bool, int, object]
+R = TypeVar("R")
+Made = tuple[type[Any], type[Any], type[Any], int, int]
+"""Entry, EntryReply, DraftEntry; the statuses OK and PARTIAL_WINDOW."""
+Rules = tuple[int, int, int, int, int, int, int]
+"""Slots, context, row bytes, rows per STEP, N, vocabulary, greatest position."""
+
+
+class RoundCalls(Protocol):
+    """Times are nanoseconds of CLOCK_MONOTONIC. A frame stands behind its length, a little-endian u32, as on the wire.
+
+    The memory is a bytearray in which the next frame begins at 0; the first `to` bytes are there already. Raises OSError as a
+    socket does, and what a signal handler raises.
+    """
+
+    def send(self, descriptor: int, pieces: Sequence[Piece], /) -> int:
+        """Hand over what fits without waiting: `ALL`, or the number of bytes, those of the length included."""
+        ...
+
+    def receive(
+        self, descriptor: int, memory: bytearray, to: int, wanted: int, limit: int, spin_ns: int, until_ns: int, /
+    ) -> memoryview | int:
+        """Read until the first `wanted` bytes of the frame are there, or the whole frame, or `until_ns`.
+
+        The frame, where it was wanted whole (2**32 - 1) and is all that is there. Else 4 times the bytes that are there, plus how
+        it ended: CAME, also where the frame is longer than `limit` or than the memory; LATE; ENDED, by the peer.
+        """
+        ...
+
+    def exchange(
+        self, descriptor: int, pieces: Sequence[Piece], memory: bytearray, limit: int, spin_ns: int, until_ns: int, /
+    ) -> memoryview | int:
+        """`send`, and if all is out `receive` of a whole frame into empty memory; else -1 less the bytes that are out."""
+        ...
+
+    # STEPs in which nothing is out of the ordinary. None, or False, where anything is, or may be; then nothing was changed, and
+    # Python's own form is asked, which is the one that says what is right. Types are those of named tuples.
+
+    def step_head(
+        self, session: int, sequence: int, step_id: int, entries: Sequence[Any], rows_bytes: int, flags: int, /
+    ) -> bytes | None:
+        """What `wire.codec.encode_step_head` returns."""
+        ...
+
+    def read_answer(
+        self,
+        frame: memoryview,
+        session: int,
+        sequence: int,
+        reply: type[R],
+        entry: type[tuple[Any, ...]],
+        statuses: Any,
+        /,
+    ) -> R | None:
+        """What `wire.codec.decode_answer` returns; `statuses` are all statuses of a request, by number."""
+        ...
+
+    def is_faultless(
+        self,
+        reply: Any,
+        entries: Sequence[Any],
+        step_id: int,
+        num_drafts: int,
+        vocab_size: int,
+        context: int,
+        want_margins: bool,
+        /,
+    ) -> bool:
+        """True where `engine.round.find_fault` finds none."""
+        ...
+
+    def begin_step(
+        self, frame: memoryview, arrived: int, session: int, rules: Rules, held: dict[int, Any], made: Made, /
+    ) -> tuple[Any, ...] | None:
+        """What `worker.session.Session.plan` makes of a STEP of which `arrived` bytes are there, and the head of its reply.
+
+        Sequence, step id, flags, entries, replies, drafts, held, places, verified, accepted, head.
+        """
+        ...
+
+    def finish_reply(self, head: bytearray, reply: Any, /) -> list[bytearray | memoryview] | None:
+        """What `wire.codec.finish_step_reply` returns."""
+        ...
+
+    # Of ucx_channel.h, `call` being the address of the function of that name: its status, whether the frame is out, the bytes
+    # that were received, and what keeps the pieces where they are as long as it lives (None unless the status is HELD).
+
+    def ucx_send(self, call: int, channel: int, pieces: Sequence[Piece], until_ns: int, /) -> Outcome: ...
+
+    def ucx_receive(
+        self, call: int, channel: int, memory: bytearray, capacity: int, spin_ns: int, until_ns: int, /
+    ) -> Outcome: ...
+
+    def ucx_exchange(
+        self,
+        call: int,
+        channel: int,
+        pieces: Sequence[Piece],
+        memory: bytearray,
+        capacity: int,
+        spin_ns: int,
+        until_ns: int,
+        /,
+    ) -> Outcome: ...
+
+
+@functools.cache
+def load_round_calls() -> RoundCalls | None:
+    """None where there is no build and none can be made; said once, in the log. The first time ever this compiles."""
+    try:
+        return open_round_calls()
+    except NativeUnavailable as error:
+        logger.info("rounds go without %s, some 50 us slower: %s", ROUNDCALLS.title, error)
+        return None
+
+
+def ready_round_calls() -> RoundCalls | None:
+    """What `load_round_calls` has found in this process; None before it was called. For those who have no time to compile."""
+    return load_round_calls() if load_round_calls.cache_info().currsize else None
+
+
+def open_round_calls(path: Path | None = None, *, cache: Path | None = None) -> RoundCalls:
+    """As `loader.open_build`. Raises NativeUnavailable."""
+    build = open_build(ROUNDCALLS, path, cache=cache)
+    # The same library, called with the GIL held.
+    functions = ctypes.PyDLL(str(build.path), handle=build.calls._handle).roundcalls_functions
+    functions.restype = ctypes.py_object
+    return cast(RoundCalls, SimpleNamespace(**functions()))
