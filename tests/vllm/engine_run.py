@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tests.vllm import mtp_stand_in
+from tests.vllm.budgets import BudgetRecorder, places, set_costs, tables
 
 ENGINE_ENV = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -63,6 +64,7 @@ def run(job: dict[str, Any], protocol: TextIO) -> tuple[dict[str, Any], Any]:
             "method": "dspark",
             "model": job["drafter"],
             "num_speculative_tokens": job.get("num_drafts", 5),
+            **job.get("speculative", {}),
         }
     began = time.monotonic()
     llm = LLM(model=job["target"], **(arguments | job.get("engine", {})))
@@ -70,23 +72,43 @@ def run(job: dict[str, Any], protocol: TextIO) -> tuple[dict[str, Any], Any]:
     recorder = (
         Recorder(runner_of(llm).speculator, spoils=bool(job.get("spoil_drafts"))) if job.get("record_drafts") else None
     )
+    adaptive, budgets = None, None
+    if job.get("record_budgets"):
+        adaptive, budgets = tables(runner_of(llm).adaptive_verification), BudgetRecorder(runner_of(llm))
+        set_costs(runner_of(llm).adaptive_verification, **job["costs"])
+    if job.get("record_ranks_budgets"):
+        llm.collective_rpc("begin_budgets", args=(job["costs"],))
     phases = {}
     for phase in job["phases"]:
         if "as_if_scheduled_ahead" in phase:
             act_on_depths(runner_of(llm), as_if_scheduled_ahead=phase["as_if_scheduled_ahead"])
-        phases[phase["name"]] = run_phase(llm.llm_engine, phase, protocol, recorder)
+        phases[phase["name"]] = run_phase(llm.llm_engine, phase, protocol, recorder, budgets)
     result = {
         "started_s": round(started_s, 1),
         "phases": phases,
         "metrics": metrics(llm.llm_engine),
-        "facts": facts(llm),
+        "facts": facts(llm) | {"measured_costs": adaptive},
+        "ranks_budgets": llm.collective_rpc("take_budgets") if job.get("record_ranks_budgets") else [],
     }
     return result, llm
 
 
-def run_phase(engine: Any, phase: dict[str, Any], protocol: TextIO, recorder: Recorder | None) -> dict[str, Any]:
+def without_a_core_s() -> float:
+    """How long this thread has been ready to run while others ran: the machine's time, not a step's."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def run_phase(
+    engine: Any,
+    phase: dict[str, Any],
+    protocol: TextIO,
+    recorder: Recorder | None,
+    budgets: BudgetRecorder | None = None,
+) -> dict[str, Any]:
     from vllm import SamplingParams
 
+    if budgets is not None:
+        budgets.begin(phase.get("given", {}))
     if recorder is not None:
         # A recorded step waits for the device, so what is timed is not recorded.
         recorder.drafts = []
@@ -96,16 +118,17 @@ def run_phase(engine: Any, phase: dict[str, Any], protocol: TextIO, recorder: Re
     # Prompts that join at a later step than 0.
     joins = {int(name): step for name, step in phase.get("joins", {}).items()}
     waiting = dict(enumerate(phase["prompts"]))
-    limits = phase["max_tokens"]
     tokens: dict[str, list[int]] = {}
     cached: dict[str, int] = {}
     step_s: list[float] = []
     began, step = time.monotonic(), 0
     while waiting or engine.has_unfinished_requests():
         for index in [index for index in waiting if joins.get(index, 0) <= step]:
-            limit = limits[index] if isinstance(limits, list) else limits
             params = SamplingParams(
-                temperature=phase.get("temperature", 0.0), seed=phase.get("seed"), max_tokens=limit, detokenize=False
+                temperature=_of(phase.get("temperature", 0.0), index),
+                seed=_of(phase.get("seed"), index),
+                max_tokens=_of(phase["max_tokens"], index),
+                detokenize=False,
             )
             engine.add_request(f"{phase['name']}-{index}", {"prompt_token_ids": waiting.pop(index)}, params)
         if step in pauses:
@@ -118,9 +141,11 @@ def run_phase(engine: Any, phase: dict[str, Any], protocol: TextIO, recorder: Re
             engine.abort_request([f"{phase['name']}-{aborts[step]}"])
         if recorder is not None:
             recorder.step = step
-        stepped = time.monotonic()
+        if budgets is not None:
+            budgets.step = step
+        stepped, queued = time.monotonic(), without_a_core_s()
         outputs = engine.step()
-        step_s.append(round(time.monotonic() - stepped, 3))
+        step_s.append(round(time.monotonic() - stepped - (without_a_core_s() - queued), 3))
         for output in outputs:
             name = output.request_id.rsplit("-", 1)[-1] if "-" not in phase["name"] else output.request_id
             tokens[name] = list(output.outputs[0].token_ids)
@@ -133,9 +158,16 @@ def run_phase(engine: Any, phase: dict[str, Any], protocol: TextIO, recorder: Re
         "seconds": round(time.monotonic() - began, 2),
         "step_s": step_s,
         "drafts": recorder.drafts if recorder else [],
+        "budgets": budgets.budgets if budgets else [],
+        "confidences": budgets.confidences if budgets else [],
         "counters": recorder.counters() if recorder else {},
         "metrics": metrics(engine),
     }
+
+
+def _of(setting: Any, index: int) -> Any:
+    """A phase's setting for all of its prompts, or a list with one for each."""
+    return setting[index] if isinstance(setting, list) else setting
 
 
 def metrics(engine: Any) -> dict[str, float]:
@@ -184,16 +216,13 @@ class Recorder:
     def _record(self, input_batch: Any, num_sampled: Any, num_rejected: Any, drafts: Any) -> None:
         remote = getattr(self._speculator, "remote", None)
         margins = remote.rank0.round.last_drafts.margins if remote is not None else None
-        starts = input_batch.positions[input_batch.query_start_loc[:-1].long()]
-        for row, req_id in enumerate(input_batch.req_ids):
-            if int(num_sampled[row]) == 0:
+        for row, place in enumerate(places(input_batch, num_sampled, num_rejected)):
+            if place is None:
                 continue
-            valid = int(input_batch.num_scheduled_tokens[row]) - int(num_rejected[row])
             one: dict[str, Any] = {
-                # vLLM appends a random part to the id that it was given.
-                "request": req_id.rsplit("-", 1)[0] if req_id.count("-") > 1 else req_id,
+                "request": place[0],
                 "step": self.step,
-                "position": int(starts[row]) + valid,
+                "position": place[1],
                 "drafts": drafts[row].tolist(),
             }
             if remote is not None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from tests.vllm import tiny_pair
-from tests.vllm.engine_run import environment
 from tests.vllm.processes import Worker, run_engine
 from tests.vllm.test_end_to_end import identity_of, prompt, remote
 
@@ -151,65 +148,3 @@ def test_the_stats_say_what_was_verified_at_what_traffic_and_which_policy_is_in_
     assert stats["depth"]["source"].endswith("policy")
     assert counters["depth_file_changes"] == len(POLICIES)
     assert (stats["n_out_by_reqs"], "VLLM_DSPARK_DEPTH_FILE may switch" in stats["n_out_reason"]) == (None, True)
-
-
-ADAPTIVE = """
-import json
-from types import SimpleNamespace
-import numpy as np
-import torch
-from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager, _assign_draft_token_budget
-from farspark.engine.vllm.depths import price_remote_round, worth_verifying
-from farspark.engine.vllm.remote import RemoteDrafts
-
-def remote(depths):
-    confidences = torch.tensor([[.9, .9, .9], [.8, .8, .8], [0., 0., 0.]])
-    ok = torch.tensor([True, True, False])
-    return RemoteDrafts(torch.zeros(3, 3, dtype=torch.int32), confidences, ok, torch.tensor(depths))
-
-def manager(confidences, draft_ms):
-    one = object.__new__(AdaptiveVerificationManager)
-    one.num_speculative_steps, one.num_bonus_tokens, one._max_total_logits, one._stale_idx = 3, 1, 100, 0
-    one.req_states = SimpleNamespace(
-        req_id_to_index={"a": 0, "b": 1, "c": 2},
-        num_computed_tokens_np=np.full(3, 9),
-        prefill_len=SimpleNamespace(np=np.full(3, 5)),
-    )
-    one._stale_confidences = [SimpleNamespace(np=confidences.numpy())]
-    # By rows: three without drafts take 1 ms, the first draft 8 ms more, each further one next to nothing.
-    one.cost_tables = np.zeros(9), np.array([1., 1., 1., 1.] + [9 + i / 100 for i in range(9)])
-    if draft_ms is not None:
-        price_remote_round(one, draft_ms)
-    return one
-
-found = {}
-drafts = {name: [-1] * 3 for name in "abc"}
-tokens = {name: 4 for name in "abc"}
-for name, depths, draft_ms in (
-    ("all", [3, 3, 0], 50.), ("cut", [1, 2, 0], 50.), ("none", [0, 0, 0], 50.), ("cheap draft", [3, 3, 0], 0.)
-):
-    confidences = worth_verifying(remote(depths))
-    budget = manager(confidences, draft_ms).get_num_tokens(tokens, drafts) - 3
-    capacities = torch.full((3,), 3, dtype=torch.int32)
-    if budget:
-        _assign_draft_token_budget(confidences, torch.arange(3), capacities, budget, 3)
-    else:
-        capacities.zero_()
-    found[name] = capacities.tolist()
-print("found " + json.dumps(found))
-"""
-
-
-def test_adaptive_verification_is_fed_with_the_workers_confidences_and_the_cost_of_a_remote_round() -> None:
-    """vLLM allows it with full CUDA graphs only, so here its own budget and ranking run without an engine."""
-    said = subprocess.run(
-        [sys.executable, "-c", ADAPTIVE], env=environment(dict(os.environ)), capture_output=True, text=True, check=False
-    )
-    assert said.returncode == 0, said.stderr[-3000:]
-    found = json.loads(said.stdout.rpartition("found ")[2])
-    # The third request's round failed.
-    assert found["all"] == [3, 3, 0]
-    assert found["cut"] == [1, 2, 0]
-    assert found["none"] == [0, 0, 0]
-    # As profiled, a draft seems to be free, and verifying too dear.
-    assert found["cheap draft"] == [0, 0, 0]

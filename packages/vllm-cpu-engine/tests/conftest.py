@@ -6,6 +6,6 @@ such a process.
 
 import os
 
-IN_ENGINE_PROCESS = ["test_kernels.py", "test_linear.py", "test_norm.py"]
+IN_ENGINE_PROCESS = ["test_adaptive.py", "test_kernels.py", "test_linear.py", "test_norm.py"]
 
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else IN_ENGINE_PROCESS

