@@ -181,6 +181,17 @@ def test_a_server_without_chat_template_and_logprobs_is_asked_otherwise(
 
 # The drills, with a worker that is a process.
 
+# What a start command starts is in a session of its own: it must end even where these tests are killed (PR_SET_PDEATHSIG).
+ENDS_WITH_THE_TESTS = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+def end_started(pid: int) -> None:
+    """Kill a child that a start command left, and wait for it, so that not even a zombie is left behind."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
 
 @pytest.fixture
 def process(folder: Path, tmp_path: Path) -> Iterator[tuple[str, str, str]]:
@@ -205,7 +216,7 @@ def process(folder: Path, tmp_path: Path) -> Iterator[tuple[str, str, str]]:
             time.sleep(0.05)
         endpoint = ready.read_text().split()[0]
         pid.write_text(str(first.pid))
-        command = shlex.join([*arguments, "--listen", endpoint])
+        command = shlex.join([sys.executable, "-c", ENDS_WITH_THE_TESTS, *arguments, "--listen", endpoint])
         # `exec`, so that the shell's process is the worker's.
         start = f"echo $$ > {shlex.quote(str(pid))}; OMP_NUM_THREADS=1 exec {command} >/dev/null 2>&1"
         yield endpoint, f"kill -9 $(cat {shlex.quote(str(pid))})", start
@@ -214,7 +225,7 @@ def process(folder: Path, tmp_path: Path) -> Iterator[tuple[str, str, str]]:
         first.wait()
         last = int(pid.read_text()) if pid.exists() else first.pid
         if last != first.pid:
-            os.kill(last, signal.SIGKILL)
+            end_started(last)
 
 
 @pytest.mark.parametrize(("name", "policy"), [("resilience", "resilience"), ("failure", "capacity")])
@@ -265,11 +276,13 @@ def test_a_drill_in_which_nothing_is_stopped_does_not_pass(
         assert "--stop-command 'exit 3' ended with 3" in capsys.readouterr().err
 
 
-def test_a_start_command_that_fails_at_once_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_start_command_that_fails_at_once_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--start-command 'exit 4' ended with 4"):
         start_worker("exit 4")
-    start_worker("sleep 3")
-    assert "$ sleep 3" in capsys.readouterr().err
+    pid = tmp_path / "pid"
+    start_worker(f"echo $$ > {shlex.quote(str(pid))}; exec sleep 30")
+    assert "exec sleep 30" in capsys.readouterr().err
+    end_started(int(pid.read_text()))
 
 
 # What a person must put right.

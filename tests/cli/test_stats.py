@@ -63,7 +63,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    StatsFile(tmp_path / "stats.json").write(SNAPSHOT)
+    StatsFile(tmp_path / "stats.json").close(SNAPSHOT)
     return tmp_path / "stats.json"
 
 
@@ -115,6 +115,23 @@ def test_a_worker_is_asked_for_its_stats(capsys: pytest.CaptureFixture[str]) -> 
         assert "\nconnections\n  open           1\n" in out
         assert main(["stats", endpoint, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["drafter"]["vocab_size"] == 1000
+
+
+def test_what_a_worker_says_of_each_session_is_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("engine", "lane", "slots_in_use", "rounds", "rows", "drafts", "accepted", "worker_us_p50", "worker_us_p99")
+    sessions = {
+        "00000000000000aa": dict(zip(names, ("one", "tcp a", 2, 1000, 3000, 7000, 2100, 310.0, 420.5), strict=True)),
+        "00000000000000bb": dict(zip(names, ("two", "tcp b", 0, 5, 5, 35, 10, 300.0, 400.0), strict=True)),
+    }
+    lines = command.plain_lines("a worker", command.sections({"sessions": sessions}))
+    assert lines[:4] == [
+        "a worker",
+        "",
+        "sessions",
+        "                 00000000000000aa  00000000000000bb",
+    ]
+    assert "  engine                      one               two" in lines
+    assert "  drafts                    7,000                35" in lines
 
 
 def test_a_terminal_gets_the_same_values(file: Path) -> None:
@@ -218,7 +235,7 @@ def test_ctrl_c_ends_a_watch_with_0(file: Path) -> None:
         assert process.stdout is not None
         for rounds in (1, 2):
             assert json.loads(process.stdout.readline())["counters"]["rounds_failed"] == rounds + 1
-            StatsFile(file).write({**SNAPSHOT, "counters": {"rounds_failed": 3}})
+            StatsFile(file).close({**SNAPSHOT, "counters": {"rounds_failed": 3}})
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
         assert (process.returncode, err) == (0, ""), out
