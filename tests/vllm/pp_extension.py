@@ -2,7 +2,7 @@
 puts others into their place, or spoils those of the first stage, as the plan in PP_TEST_PLAN says.
 
 A plan is a JSON file: `tokens`, for each request its prompt and its known continuation; `keep`, the part of the injected drafts
-that stays right (none are injected without it); `zero_first_stage`; `fault`, what goes wrong at which step.
+that stays right (none are injected without it); `zero_first_stage`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,22 @@ class PpExtension:
         handler = self.model_runner.pp_handler  # type: ignore[attr-defined]
         return type(handler).__name__ + "\n" + str(getattr(getattr(handler, "transport", None), "history", ""))
 
+    def pp_send_a_stale_header(self) -> int:
+        """The step, soon, whose header the last stage sends with the number of the step before; 0 on the other stages."""
+        handler = self.model_runner.pp_handler  # type: ignore[attr-defined]
+        if not handler.is_last_rank:
+            return 0
+        stale_at: int = handler.transport._order.sequence + 6
+        write = handler.transport._write_header
+
+        def write_stale(slot: Any) -> None:
+            write(slot)
+            if slot.header.sequence == stale_at:
+                slot.wire.messages[0][0] -= 1
+
+        handler.transport._write_header = write_stale
+        return stale_at
+
 
 def planned_drafts(request: str, position: int, num_drafts: int) -> list[int]:
     """What `_plan` proposes after the anchor at `position`: the continuation, wrong at random places."""
@@ -51,6 +67,10 @@ def _wrap_propose(speculator_class: Any) -> None:
         drafts = propose(self, input_batch, *rest, dummy_run=dummy_run, **more)
         if dummy_run or any(name.startswith("_") for name in input_batch.req_ids):
             return drafts
+        if more.get("num_speculative_tokens") == 0:
+            return (
+                drafts  # no request of the step can use drafts: vLLM 0.33.0 makes none, and these are an earlier step's
+            )
         num_sampled, num_rejected = rest[4], rest[5]
         starts = input_batch.positions[input_batch.query_start_loc[: input_batch.num_reqs].long()]
         for row, req_id in enumerate(input_batch.req_ids):
@@ -75,35 +95,24 @@ def _install() -> None:
         from farspark.engine.vllm.speculator import CapacitySpeculator
 
         _wrap_propose(CapacitySpeculator)
-    if os.environ.get("VLLM_DSPARK_PP_TRANSPORT") or os.environ.get("VLLM_DSPARK_PP_CPU"):
-        _spoil_transport()
+    if _plan.get("zero_first_stage"):
+        _zero_first_stage()
 
 
-def _spoil_transport() -> None:
+def _zero_first_stage() -> None:
     from vllm.distributed.parallel_state import get_pp_group
 
     from farspark.engine.vllm.pp.stage import StageHandler
-    from farspark.engine.vllm.pp.transport import TokenTransport
 
-    if _plan.get("zero_first_stage"):
-        take = StageHandler.get_prev_sampled_outputs
+    take = StageHandler.get_prev_sampled_outputs
 
-        def take_zeroed(self: Any, draft_table: Any = None) -> Any:
-            outputs = take(self, draft_table)
-            if get_pp_group().is_first_rank and draft_table is not None:
-                draft_table.zero_()
-            return outputs
+    def take_zeroed(self: Any, draft_table: Any = None) -> Any:
+        outputs = take(self, draft_table)
+        if get_pp_group().is_first_rank and draft_table is not None:
+            draft_table.zero_()
+        return outputs
 
-        StageHandler.get_prev_sampled_outputs = take_zeroed  # type: ignore[method-assign]
-    if fault := _plan.get("stale_header_at"):
-        write = TokenTransport._write_header
-
-        def write_stale(self: Any, slot: Any) -> None:
-            write(self, slot)
-            if slot.header.sequence == fault:
-                slot.wire.messages[0][0] -= 1
-
-        TokenTransport._write_header = write_stale  # type: ignore[method-assign]
+    StageHandler.get_prev_sampled_outputs = take_zeroed  # type: ignore[method-assign]
 
 
 _install()

@@ -1,13 +1,17 @@
-"""As `engine_run`, for a pipeline: asynchronous scheduling as the job says, and what the stages recorded in the result."""
+"""As `engine_run`, for a pipeline: asynchronous scheduling as the job says, what the stages recorded, and where the job says so
+an end by a stale header.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from tests.vllm import engine_run
+
+ENDS = "here the engine's end begins"
 
 
 def main() -> None:
@@ -24,8 +28,21 @@ def main() -> None:
     result["batches_in_flight"] = core.batch_queue_size
     result["refused"] = refusal_of_structure(llm) if job.get("asks_for_structure") else None
     result["left"] = core.scheduler.get_request_counts()
+    if job.get("ends_with"):
+        result |= end_with_a_stale_header(llm, job["ends_with"], protocol)
     protocol.write(engine_run.RESULT + json.dumps(result) + "\n")
     llm.llm_engine.engine_core.shutdown()
+
+
+def end_with_a_stale_header(llm: Any, phase: dict[str, Any], protocol: TextIO) -> dict[str, Any]:
+    """Run `phase` until the last stage sends one: at which step it did, and what the engine told whoever waited for it."""
+    sequence = max(llm.collective_rpc("pp_send_a_stale_header"))
+    print(ENDS, file=sys.stderr, flush=True)
+    try:
+        engine_run.run_phase(llm.llm_engine, phase, protocol, None)
+    except Exception as error:
+        return {"stale_at": sequence, "ended_by": repr(error)}
+    return {"stale_at": sequence, "ended_by": "nothing"}
 
 
 def refusal_of_structure(llm: Any) -> str:

@@ -113,6 +113,7 @@ def run_engine(
         stderr=subprocess.PIPE,
         start_new_session=True,  # the engine's own workers end with it
     )
+    keeper = end_with_us(process)
     assert process.stdin is not None
     log = bytearray()
     try:
@@ -123,6 +124,7 @@ def run_engine(
         return result | {"log": log.decode(errors="replace")}
     finally:
         _end_group(process)
+        end_keeper(keeper)
 
 
 def _converse(
@@ -167,6 +169,20 @@ def _converse(
 
 def _tail(log: bytearray) -> str:
     return log.decode(errors="replace")[-30_000:]
+
+
+def end_with_us(leader: subprocess.Popen[Any]) -> subprocess.Popen[bytes]:
+    """Have a session's leader, and all that it has started, end when this process does, however it ends: a test run that is
+    killed runs no `finally`, and a stage that waits for a message notices nothing. The result is for `end_keeper`."""
+    # Its standard input ends with the last process that has the other end, which is this one.
+    kill = f"read line; kill -s KILL -- -{leader.pid}"
+    return subprocess.Popen(["/bin/sh", "-c", kill], stdin=subprocess.PIPE, start_new_session=True)
+
+
+def end_keeper(keeper: subprocess.Popen[bytes]) -> None:
+    """After the session it was made for: its number may be another's soon."""
+    keeper.kill()
+    keeper.communicate()
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests.vllm import tiny_pair
+from tests.vllm.pp_run import ENDS
 from tests.vllm.processes import ROOT, Worker, run_engine
 from tests.vllm.test_end_to_end import (
     ABORTED,
@@ -69,13 +70,14 @@ def engine(pair: tiny_pair.TinyPair, tmp_path_factory: pytest.TempPathFactory) -
         ahead: bool = False,
         plan: dict[str, Any] | None = None,
         phases: list[dict[str, Any]] = PHASES,
+        ends_with: dict[str, Any] | None = None,
         on_pause: Callable[[str], str | None] | None = None,
         timeout_s: float = 420.0,
     ) -> dict[str, Any]:
         file = tmp_path_factory.mktemp("plan") / "plan.json"
         file.write_text(json.dumps(plan or {}))
         return run_engine(
-            job(pair, stages, ahead, phases),
+            job(pair, stages, ahead, phases) | {"ends_with": ends_with},
             environment_of(stages) | {"PP_TEST_PLAN": str(file)} | (settings or {}),
             module="tests.vllm.pp_run",
             on_pause=on_pause,
@@ -180,7 +182,9 @@ def signal_every_process() -> int:
     return signalled
 
 
-def test_two_stages_without_asynchronous_scheduling_equal_one(engine: Engine, alone: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def synchronous(engine: Engine) -> dict[str, Any]:
+    """Two stages without asynchronous scheduling; SIGUSR1 in the middle, a stale header at the end."""
     signalled = []
 
     def on_pause(_: str) -> None:
@@ -188,30 +192,42 @@ def test_two_stages_without_asynchronous_scheduling_equal_one(engine: Engine, al
         time.sleep(1.0)
 
     phases = [CONCURRENT | {"pauses": {"12": "signal"}}, *PHASES[1:]]
-    run = engine(2, TRANSPORT, phases=phases, on_pause=on_pause)
-    assert (run["scheduler"], run["batches_in_flight"]) == ("Scheduler", 2)
-    assert_equals_one_stage(run, alone, 2)
-    assert "needs asynchronous scheduling" in run["refused"]
-    # In the middle of it all three processes said where they were, and both stages what they had sent and received.
-    assert signalled == [3]
-    assert run["log"].count("in run_phase") == 1
-    assert run["log"].count("Current thread 0x") == 3, [
-        line for line in run["log"].splitlines() if "thread 0x" in line.lower()
-    ]
-    assert run["log"].count("steps with tokens, newest last") == 2
-    assert re.search(r"step \d+ receive mask [0-9a-f]{8} num_reqs \d: consumed", run["log"])
-    assert re.search(r"step \d+ send mask [0-9a-f]{8} num_reqs \d tokens \[.*\] drafts \[.*\]: posted", run["log"])
+    run = engine(2, TRANSPORT, phases=phases, ends_with=CONCURRENT, on_pause=on_pause)
+    log, _, end = run["log"].partition(ENDS)
+    return run | {"log": log, "end": end, "signalled": signalled}
 
 
-def test_a_stale_header_ends_the_engine_with_one_line_that_says_what_and_where(engine: Engine) -> None:
-    with pytest.raises(RuntimeError) as ended:
-        engine(2, TRANSPORT, plan={"stale_header_at": 6}, phases=[CONCURRENT])
+def test_two_stages_without_asynchronous_scheduling_equal_one(
+    synchronous: dict[str, Any], alone: dict[str, Any]
+) -> None:
+    assert (synchronous["scheduler"], synchronous["batches_in_flight"]) == ("Scheduler", 2)
+    assert_equals_one_stage(synchronous, alone, 2)
+
+
+def test_structured_output_without_asynchronous_scheduling_is_refused(synchronous: dict[str, Any]) -> None:
+    assert "needs asynchronous scheduling" in synchronous["refused"]
+
+
+def test_every_process_says_where_it_is_when_it_is_asked(synchronous: dict[str, Any]) -> None:
+    log = synchronous["log"]
+    # In the middle of the work all three processes said where they were, and both stages what they had sent and received.
+    assert synchronous["signalled"] == [3]
+    assert log.count("in run_phase") == 1
+    assert log.count("Current thread 0x") == 3, [line for line in log.splitlines() if "thread 0x" in line.lower()]
+    assert log.count("steps with tokens, newest last") == 2
+    assert re.search(r"step \d+ receive mask [0-9a-f]{8} num_reqs \d: consumed", log)
+    assert re.search(r"step \d+ send mask [0-9a-f]{8} num_reqs \d tokens \[.*\] drafts \[.*\]: posted", log)
+
+
+def test_a_stale_header_ends_the_engine_with_one_line_that_says_what_and_where(synchronous: dict[str, Any]) -> None:
+    at = synchronous["stale_at"]
     assert re.search(
-        r"farspark: PP stage 0 of 2, TP rank 0: step 6 from stage rank 1: sequence expected 6, got 5; "
+        rf"farspark: PP stage 0 of 2, TP rank 0: step {at} from stage rank 1: sequence expected {at}, got {at - 1}; "
         rf"process \d+ ends with status {EXIT_STATUS}",
-        str(ended.value),
+        synchronous["end"],
     )
-    assert f"died unexpectedly (exit code: {EXIT_STATUS})" in str(ended.value)
+    assert f"died unexpectedly (exit code: {EXIT_STATUS})" in synchronous["end"]
+    assert synchronous["ended_by"] != "nothing"
 
 
 def test_two_stages_scheduled_ahead_over_the_host_equal_one(engine: Engine, alone: dict[str, Any]) -> None:
@@ -293,8 +309,10 @@ def test_a_remote_drafter_in_capacity_serves_the_last_stage_alone(
 @pytest.mark.slow
 def test_without_the_transport_the_same_engine_asserts_and_ends_or_hangs(engine: Engine) -> None:
     """Else the tests above would prove nothing."""
+    # The stage that asserts is not the one that the engine listens to: it waits, as long as this says.
+    patience = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "20"}
     with pytest.raises((RuntimeError, TimeoutError), match="AssertionError"):
-        engine(2, phases=[CONCURRENT], timeout_s=120.0)
+        engine(2, patience, phases=[CONCURRENT])
 
 
 @pytest.mark.slow

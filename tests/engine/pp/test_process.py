@@ -74,14 +74,18 @@ def signalled(before: str = "", prints: str = "print_on_signal(history)", hangs:
         with log.open("wb") as file:
             process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=file, text=True)
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(0.1)
-        began = time.monotonic()
-        process.send_signal(signal.SIGUSR1)
-        while "in <module>" not in log.read_text():  # the main thread's outermost frame
-            time.sleep(0.01)
-        answered = time.monotonic() - began
-        out, _ = process.communicate(timeout=60)
+        try:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(0.1)
+            began = time.monotonic()
+            process.send_signal(signal.SIGUSR1)
+            # The main thread's outermost frame comes last. A process that the signal has ended says nothing more.
+            while "in <module>" not in log.read_text() and process.poll() is None:
+                time.sleep(0.01)
+            answered = time.monotonic() - began
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
         assert process.returncode == 0
         return out, log.read_text(), answered
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.vllm.processes import end_keeper, end_with_us
 
 from farspark.engine.vllm.pp.faults import EXIT_STATUS
 
@@ -45,6 +46,7 @@ class Ranks:
             text=True,
             start_new_session=True,
         )
+        self._keeper = end_with_us(self._process)
 
     def run(self, folder: Path, world: int, **job: Any) -> list[Ended]:
         assert self._process.stdin is not None
@@ -64,6 +66,7 @@ class Ranks:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
+        end_keeper(self._keeper)
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +89,10 @@ def test_random_steps_give_every_rank_the_same_log(world: int, steps: int, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [11, 12, 13, 14])
+@pytest.mark.parametrize("seed", range(11, 21))
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_a_hundred_thousand_random_steps(world: int, seed: int, tmp_path: Path, ranks: Ranks) -> None:
-    assert_all_alike(ranks.run(tmp_path, world, steps=25_000, seed=seed), 25_000)
+    assert_all_alike(ranks.run(tmp_path, world, steps=10_000, seed=seed), 10_000)
 
 
 FAULTS = [
@@ -122,20 +125,27 @@ def slowest_raise(ended: list[Ended], faulty: int, fault: str) -> float:
     return max(waited, default=0.0)
 
 
+LIMIT_S = 1.0
+LIMIT_STEPS = 30  # of a healthy pipeline, on a machine so busy that these take longer than a second
+
+
 def assert_raised_everywhere_at_once(
     ranks: Ranks, folder: Path, world: int, fault: str, where: str, attempts: int = 3
 ) -> None:
-    """Within a second. A busy machine may take longer to give every rank its turn, so the best of some attempts counts."""
+    """Within a second. A busy machine may take longer to give every rank its turn: the best of some attempts counts, and a second
+    is never less than some steps before the fault took."""
     faulty = {"last": world - 1, "first": 0, "middle": world // 2}[where]
     waited = []
     for attempt in range(attempts):
         mine = folder / str(attempt)
         mine.mkdir()
-        ended = ranks.run(mine, world, steps=100_000, fault=fault, fault_at=200, fault_rank=faulty)
-        waited.append(slowest_raise(ended, faulty, fault))
-        if waited[-1] < 1.0:
+        ended = ranks.run(mine, world, steps=100_000, fault=fault, fault_at=60, fault_rank=faulty)
+        limit = max(LIMIT_S, LIMIT_STEPS * ended[faulty].said["step_s"])
+        waited.append((slowest_raise(ended, faulty, fault), limit))
+        print(f"{world} stages, {fault} of the {where}: raised after {waited[-1][0]:.3f} s, limit {limit:.2f} s")
+        if waited[-1][0] < limit:
             return
-    pytest.fail(f"{fault} of the {where} stage: raised after {waited} s")
+    pytest.fail(f"{fault} of the {where} stage: raised after (s, limit) {waited}")
 
 
 @pytest.mark.parametrize(("fault", "where"), FAULTS)
