@@ -16,13 +16,18 @@ from typing import Any
 
 import pytest
 from tests.fakes.drafters import INFO, ArithmeticDrafter, info
+from tests.fakes.shape import shape_for
 from tests.transport.ucx import needs_ucx
 
 from farspark.cli.main import main
+from farspark.clock import Deadline
 from farspark.errors import ConfigError
 from farspark.probe.metrics import requests_in_engine
 from farspark.probe.preflight import Shape, read_shape
-from farspark.transport import parse_endpoint
+from farspark.transport import connect, parse_endpoint
+from farspark.wire import codec
+from farspark.wire.layout import Operation
+from farspark.wire.messages import Header
 from farspark.worker.batch import DrafterInfo
 from farspark.worker.config import WorkerConfig
 from farspark.worker.server import Server
@@ -133,6 +138,22 @@ def test_ping_and_stats_are_shown_without_a_session(capsys: pytest.CaptureFixtur
         assert "session" not in report
         assert drafter.calls == 0
         assert server.snapshot()["counters"] == {}
+
+
+def test_the_engines_in_a_session_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    hello = shape_for(INFO, slots=2).hello(
+        engine="spark-7", identity=INFO.identity, markov_identity=bytes(32), want_margin=False
+    )
+    with worker() as (endpoint, _, _), contextlib.closing(connect(endpoint, Deadline.after(5))) as channel:
+        channel.send(
+            [codec.encode_frame(Header(Operation.HELLO, 5, 1, 0), codec.encode_hello(hello))], Deadline.after(5)
+        )
+        channel.recv(Deadline.after(5))
+        _, report, _ = probed(capsys, "--endpoint", endpoint)
+        (session,) = report["worker"]["sessions"]
+        assert (session["engine"], session["slots_in_use"], session["rounds"]) == ("spark-7", 0, 0)
+        assert main(["probe", "--endpoint", endpoint, "--no-metrics-check", *QUICK]) == 0
+        assert "  engine          'spark-7': 0 slots, 0 rounds, p50 0.0 µs, p99 0.0 µs\n" in capsys.readouterr().out
 
 
 def test_hello_makes_real_steps_and_leaves_no_slot_behind(capsys: pytest.CaptureFixture[str]) -> None:

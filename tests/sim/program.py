@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tests.fakes.engine_world import CONTEXT, INFO, RING, SLOTS, Row, World
+from tests.sim.neighbour import Neighbour, SharedDrafter
 
 from farspark.engine.breaker import State
 from farspark.engine.result import RoundOutcome
@@ -81,13 +82,16 @@ class Tally:
     restarts: int = 0
     hangs: int = 0
     longest_s: float = 0.0
+    neighbours: int = 0  # drafts of the second engine
+    joint: int = 0  # calls of the drafter for both engines
     faults: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
         faults = ", ".join(f"{name} {count}" for name, count in sorted(self.faults.items()))
         return (
             f"{self.rounds} rounds, {self.checked} drafts checked, {self.restarts} worker restarts, {self.hangs} hangs, "
-            f"longest round {self.longest_s * 1000:.0f} ms\nfailures injected: {faults or 'none'}"
+            f"longest round {self.longest_s * 1000:.0f} ms\n{self.neighbours} drafts of a second engine checked, "
+            f"{self.joint} calls for both\nfailures injected: {faults or 'none'}"
         )
 
 
@@ -110,7 +114,20 @@ def random_program(rng: random.Random, length: int) -> Iterator[Op]:
 
 def run(program: Sequence[Op], tally: Tally, *, seed: int = 0, listen: str = "") -> None:
     """Raises Mismatch at the first thing that is wrong. `listen`: where the worker listens; empty: in memory."""
-    with World(seed=seed, listen=listen, timeout_s=TIMEOUT_S, want_margin=True, trip=3, cooldown=4) as world:
+    drafter = SharedDrafter()
+    want_margin = seed % 2 == 0
+    with (
+        World(
+            seed=seed,
+            listen=listen,
+            drafter=drafter,
+            timeout_s=TIMEOUT_S,
+            want_margin=want_margin,
+            trip=3,
+            cooldown=4,
+        ) as world,
+        Neighbour(world, seed) as neighbour,
+    ):
         for op in program:
             match op:
                 case Admit(slot, start):
@@ -124,6 +141,10 @@ def run(program: Sequence[Op], tally: Tally, *, seed: int = 0, listen: str = "")
                     _round(world, rows, fault, tally)
         if world.stats.count("stale_generation_new_sessions"):
             raise Mismatch("generations went backwards")
+    for wrong in neighbour.wrong:
+        raise Mismatch(wrong)
+    tally.neighbours += neighbour.checked
+    tally.joint += drafter.joint_calls
 
 
 def _restart(world: World) -> None:
@@ -212,6 +233,7 @@ def _check(world: World, rows: Sequence[Row], fault: Fault, outcome: RoundOutcom
 def _inject(world: World, fault: Fault) -> None:
     channel = world.channel
     assert channel is not None
+    assert isinstance(world.drafter, SharedDrafter)
     match fault:
         case Fault.LATE:
             channel.late = True
@@ -224,13 +246,14 @@ def _inject(world: World, fault: Fault) -> None:
         case Fault.FRAME:
             channel.status = 8
         case Fault.INTERNAL:
-            world.drafter.fail_next = 1
+            world.drafter.is_told_to_fail = True
         case Fault.ENTRY:
             world.drafter.not_finite = {world.rng.randrange(INFO.slots)}
 
 
 def _heal(world: World) -> None:
-    world.drafter.fail_next = 0
+    assert isinstance(world.drafter, SharedDrafter)
+    world.drafter.is_told_to_fail = False
     world.drafter.not_finite = set()
 
 

@@ -21,6 +21,8 @@ def test_random_programs_draft_what_the_reference_drafts() -> None:
         run(list(random_program(random.Random(seed + offset), 150)), tally, seed=seed + offset)
     print(tally)
     assert tally.checked > 300
+    assert tally.neighbours > 100
+    assert tally.joint > 0
     assert tally.hangs == 0
     assert len(tally.faults) >= 6
 

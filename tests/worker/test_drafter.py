@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.fakes.plain_dspark import PlainDraft, PlainDSpark
 from tests.fakes.tiny_checkpoint import tiny_config, tiny_tensors, write_checkpoint, write_target, write_tiny
 from torch import Tensor
 
+from farspark.engine.draws import draws
 from farspark.errors import ConfigError
 from farspark.worker.batch import DraftBatch, DraftEntry, Drafter, DraftResult
 from farspark.worker.checkpoint import load_checkpoint
@@ -22,6 +24,7 @@ from farspark.worker.device import DeviceWork, cpu_arithmetic, open_device
 from farspark.worker.drafter import DSparkDrafter, Shapes, assemble, fitting, open_drafter
 from farspark.worker.graphs import DirectCalls
 from farspark.worker.models.base import Arithmetic
+from farspark.worker.models.heads import SUPPORT
 
 ROW = 96  # taps times hidden of the tiny checkpoint
 BLOCK = 5
@@ -776,3 +779,157 @@ def test_positions_that_were_not_drafted_are_judged_as_zero(folder: Path) -> Non
     assert result.judge is not None
     judged = result.judge([0], memoryview(bytes(4 * BLOCK)).cast("i"))
     assert [plane.tolist()[2:] for plane in judged] == [[0] * (BLOCK - 2)] * 4
+
+
+# Drawing ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DrawnAnswer:
+    tokens: list[int]
+    mask: int
+    support: Tensor  # [N, SUPPORT]
+    q: Tensor  # [N, SUPPORT]
+
+
+def drawn(drafter: Drafter, entries: Sequence[DraftEntry], rows: Sequence[Tensor]) -> list[DrawnAnswer]:
+    result = drafter.draft(DraftBatch(entries, packed(rows)))
+    assert result.margins is None
+    assert result.drawn is not None
+    shape = len(entries), drafter.info.num_drafts, SUPPORT
+    support = torch.frombuffer(bytearray(result.drawn.support), dtype=torch.int32).view(shape)
+    q = torch.frombuffer(bytearray(result.drawn.q), dtype=torch.float32).view(shape)
+    tokens = torch.frombuffer(bytearray(result.tokens), dtype=torch.int32).view(shape[:2]).tolist()
+    return [DrawnAnswer(*one) for one in zip(tokens, result.drawn.mask.tolist(), support, q, strict=True)]
+
+
+def hot(request: Request, more: Tensor, anchor: int, temperature: float, seed: int, n_out: int = BLOCK) -> DraftEntry:
+    return request.entry(24, more, anchor, n_out=n_out)._replace(temperature=temperature, seed=seed)
+
+
+@pytest.mark.parametrize("n_out", [BLOCK, 2])
+def test_drafts_are_drawn_from_the_top_of_their_own_chain(folder: Path, plain: PlainDSpark, n_out: int) -> None:
+    """The logits at each position are those that follow from the tokens drawn before it, greedy requests beside untouched."""
+    drafter = float32_drafter(folder)
+    requests, rows = [Request(slot) for slot in (5, 2, 7)], [make_rows(count, seed=count) for count in (4, 30, 9)]
+    temperatures, seeds, anchors = [0.7, 0.0, 1.3], [11, 0, -(2**63)], [5, 6, 7]
+    entries = [hot(*one, n_out=n_out) for one in zip(requests, rows, anchors, temperatures, seeds, strict=True)]
+    found = drawn(drafter, entries, rows)
+    for index, answer in enumerate(found):
+        greedy_chain = requests[index].expected(plain, anchors[index], 24)
+        assert answer.tokens[n_out:] == [0] * (BLOCK - n_out)
+        assert not answer.support[n_out:].any()
+        assert not answer.q[n_out:].any()
+        assert answer.mask == int(temperatures[index] > 0)
+        if not temperatures[index]:
+            assert answer.tokens[:n_out] == greedy_chain.tokens[:n_out]
+            assert not answer.support.any()
+            assert not answer.q.any()
+            continue
+        forced = answer.tokens[:n_out] + [0] * (BLOCK - n_out)
+        chain = plain.chain(greedy_chain.hidden, greedy_chain.base, anchors[index], forced)
+        uniforms = draws(np.array([seeds[index]]), np.array([requests[index].length]), BLOCK)[0]
+        for step in range(n_out):
+            values, ids = chain.logits[step].topk(SUPPORT)
+            assert answer.support[step].tolist() == ids.tolist()
+            q = torch.softmax(values / temperatures[index], dim=0)
+            assert answer.q[step].tolist() == pytest.approx(q.tolist(), abs=1e-5)
+            reached = answer.q[step].double().cumsum(0)
+            assert answer.tokens[step] == int(ids[int((reached <= uniforms[step] * reached[-1]).sum())])
+
+
+def test_equal_seeds_draw_equal_drafts_and_others_others(folder: Path) -> None:
+    """Across a restart: another drafter, another slot, another batch, but the same request."""
+    rows = make_rows(9, seed=1)
+
+    def tokens(seed: int, slot: int, beside: int = 0) -> list[int]:
+        entries = [hot(Request(slot), rows, 5, 2.0, seed)]
+        entries += [hot(Request(slot + 1 + more), rows, 6, 2.0, 99) for more in range(beside)]
+        return drawn(float32_drafter(folder), entries, [rows] * len(entries))[0].tokens
+
+    assert tokens(7, 0) == tokens(7, 3, beside=2)
+    assert len({tuple(tokens(seed, 0)) for seed in range(10)}) > 5
+
+
+def test_a_greedy_batch_says_nothing_of_draws(folder: Path) -> None:
+    drafter = float32_drafter(folder)
+    assert drafter.draft(DraftBatch([Request(0).entry(24, make_rows(3), 5)], packed([make_rows(3)]))).drawn is None
+
+
+def test_an_entry_that_only_appends_draws_nothing(folder: Path) -> None:
+    drafter = float32_drafter(folder)
+    entry = Request(0).entry(24, make_rows(3), 5, draft=False)._replace(temperature=1.0)
+    assert drafter.draft(DraftBatch([entry], packed([make_rows(3)]))).drawn is None
+
+
+def test_D2T_what_is_drawn_from_has_the_targets_ids(tmp_path: Path) -> None:
+    """A drafted vocabulary of 48 of 97 ids: support and drafts are the target's."""
+    config = tiny_config(draft_vocab_size=48)
+    tensors = tiny_tensors(config, seed=4)
+    targets = torch.randperm(97, generator=torch.Generator().manual_seed(5))[:48].sort().values
+    tensors["d2t"] = targets - torch.arange(48)
+    drafter = open_drafter(write_checkpoint(tmp_path, config, tensors), dtype="float32", slots=2, context=24)
+    assert drafter.info.support == SUPPORT
+    (answer,) = drawn(drafter, [hot(Request(0), make_rows(5), 5, 1.0, 3)], [make_rows(5)])
+    for step in range(BLOCK):
+        assert set(answer.support[step].tolist()) <= set(targets.tolist())
+        assert len(set(answer.support[step].tolist())) == SUPPORT
+        assert answer.tokens[step] in answer.support[step].tolist()
+
+
+def test_a_drafted_vocabulary_without_as_many_ids_draws_nothing(tmp_path: Path) -> None:
+    config = tiny_config(draft_vocab_size=20)
+    tensors = tiny_tensors(config, seed=4)
+    tensors["d2t"] = torch.arange(20)
+    drafter = open_drafter(write_checkpoint(tmp_path, config, tensors), dtype="float32", slots=2, context=24)
+    assert drafter.info.support == 0
+    with pytest.raises(ValueError, match="out of range"):
+        drafter.draft(DraftBatch([hot(Request(0), make_rows(5), 5, 1.0, 3)], packed([make_rows(5)])))
+
+
+@pytest.mark.parametrize("temperature", [-0.5, math.inf, math.nan])
+def test_a_temperature_that_cannot_be_is_a_value_error(folder: Path, temperature: float) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        float32_drafter(folder).draft(
+            DraftBatch([hot(Request(0), make_rows(5), 5, temperature, 3)], packed([make_rows(5)]))
+        )
+
+
+def test_RING_VALID_rows_that_are_not_finite_fail_a_drawn_request_and_nobody_else(folder: Path) -> None:
+    drafter = float32_drafter(folder)
+    bad, good = torch.full((3, ROW), torch.nan).bfloat16(), make_rows(3)
+    entries = [hot(Request(0), bad, 5, 1.0, 3), hot(Request(1), good, 5, 1.0, 3)]
+    result = drafter.draft(DraftBatch(entries, packed([bad, good])))
+    assert list(result.ok) == [False, True]
+    assert result.drawn is not None
+    assert result.drawn.mask.tolist() == [0, 1]
+    half = BLOCK * SUPPORT
+    assert not any(result.drawn.q.tolist()[:half])
+    assert sum(result.drawn.q.tolist()[half:]) == pytest.approx(BLOCK, abs=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_draws_what_its_q_and_the_draws_give(folder: Path, dtype: str) -> None:
+    """As captured graphs, greedy requests beside drawn ones; where the CPU draws another token a rounding lies between."""
+    drafter = open_drafter(folder, device="cuda", dtype=dtype, slots=8, context=24)
+    drafter.warm_up(lambda what, done, total: None)
+    requests, rows = [Request(slot) for slot in range(3)], [make_rows(9, seed=seed) for seed in range(3)]
+    for _ in range(3):
+        temperatures = [1.0, 0.0, 0.5]
+        entries = [
+            hot(request, more, 5, temperature, 77)
+            for request, more, temperature in zip(requests, rows, temperatures, strict=True)
+        ]
+        found = drawn(drafter, entries, rows)
+        assert [answer.mask for answer in found] == [1, 0, 1]
+        for request, answer in zip(requests, found, strict=True):
+            if not answer.mask:
+                continue
+            uniforms = draws(np.array([77]), np.array([request.length]), BLOCK)[0]
+            for step in range(BLOCK):
+                reached = answer.q[step].double().cumsum(0)
+                assert float(reached[-1]) == pytest.approx(1, abs=1e-5)
+                assert len(set(answer.support[step].tolist())) == SUPPORT
+                place = int((reached <= uniforms[step] * reached[-1]).sum())
+                assert answer.tokens[step] == int(answer.support[step, place])

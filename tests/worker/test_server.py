@@ -3,6 +3,8 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
+import re
 import socket
 import struct
 import threading
@@ -19,9 +21,12 @@ from tests.fakes.shape import shape_for
 
 from farspark.clock import Deadline
 from farspark.errors import TransportError
+from farspark.mock.drafter import MockDrafter
+from farspark.native.round_calls import load_round_calls
 from farspark.transport import Channel, connect, parse_endpoint
 from farspark.wire import codec, layout
 from farspark.wire.layout import (
+    SUPPORT_IDS,
     EntryFlag,
     FrameStatus,
     HeaderFlag,
@@ -30,8 +35,8 @@ from farspark.wire.layout import (
     RequestStatus,
     StepFlag,
 )
-from farspark.wire.messages import Entry, Freed, Header, Hello, Step, StepReply
-from farspark.worker.batch import Drafter
+from farspark.wire.messages import Entry, Freed, Header, Hello, Sampling, StepReply
+from farspark.worker.batch import DraftBatch, Drafter, DraftResult
 from farspark.worker.config import WorkerConfig
 from farspark.worker.server import Server
 from farspark.worker.session import Plan, Session
@@ -158,14 +163,14 @@ def engine(peer: Peer) -> Peer:
 
 
 def test_hello_says_what_the_worker_is(peer: Peer) -> None:
-    reply, payload = peer.hello(replace(HELLO, flags=HelloFlag.MARGINS | HelloFlag.SAMPLED))
+    reply, payload = peer.hello(replace(HELLO, flags=HelloFlag.MARGINS))
     welcome = codec.decode_welcome(payload)
     assert reply.status == FrameStatus.OK
     assert (welcome.worker, welcome.kind) == ("farspark", "ArithmeticDrafter")
     assert (welcome.identity, welcome.markov_identity) == (INFO.identity, INFO.markov_identity)
     assert (welcome.slots, welcome.context, welcome.num_drafts, welcome.window) == (4, 8, 5, 0)
     assert (welcome.vocab_size, welcome.max_rows) == (1000, 4096)
-    assert welcome.flags == HelloFlag.MARGINS  # sampled drafts are not granted
+    assert welcome.flags == HelloFlag.MARGINS
     assert welcome.message == ""
 
 
@@ -297,7 +302,8 @@ def test_stats_are_one_json_snapshot(engine: Peer, server: Server) -> None:
     assert stats["drafter"]["identity"] == INFO.identity.hex()
     assert stats["slots"] == {"total": 4, "in_use": 1}
     assert stats["connections"]["open"] == 2
-    assert [one["engine"] for one in stats["sessions"]] == ["engine-a"]
+    (session,) = stats["sessions"].values()
+    assert (session["engine"], session["rounds"], session["slots_in_use"]) == ("engine-a", 2, 1)
     assert stats["acceptance"] == 0.4
     assert stats["counters"]["steps"] == 2
     assert stats["counters"]["rows"] == 5
@@ -307,7 +313,7 @@ def test_stats_are_one_json_snapshot(engine: Peer, server: Server) -> None:
 def test_stats_before_any_step_divide_by_nothing_METRICS(peer: Peer) -> None:
     stats = json.loads(bytes(peer.ask(Operation.STATS)[1]))
     assert stats["acceptance"] is None
-    assert stats["sessions"] == []
+    assert stats["sessions"] == {}
 
 
 def test_another_version_is_told_ours(peer: Peer) -> None:
@@ -366,8 +372,70 @@ def test_more_rows_than_the_worker_takes_is_a_bad_frame_with_both_numbers() -> N
         assert peer.step(entry(0, 0, 4, DRAFT | NEW)).tokens.tolist() == ids(0, 0, 4)
 
 
-def test_sampled_drafts_that_were_not_granted_are_a_bad_frame(engine: Peer) -> None:
-    assert engine.raw_step(entry(0, 0, 1, DRAFT | NEW), flags=StepFlag.SAMPLED)[0].status == FrameStatus.BAD_FRAME
+def sampled_step(session: int, sampling: list[Sampling], *entries: Entry) -> bytes:
+    rows = make_rows(entries)
+    return codec.encode_step_head(session, 1, 1, entries, len(rows), 0, sampling)[32:] + rows
+
+
+def test_sampled_drafts_that_were_not_asked_for_at_hello_are_a_bad_frame(engine: Peer) -> None:
+    reply, payload = engine.ask(Operation.STEP, sampled_step(1, [Sampling(1, 1.0)], entry(0, 0, 1, DRAFT | NEW)))
+    assert reply.status == FrameStatus.BAD_FRAME
+    assert "its HELLO did not ask" in codec.decode_message(payload)
+    assert engine.step(entry(0, 0, 1, DRAFT | NEW)).entries[0].status == RequestStatus.OK
+
+
+def test_a_drafter_that_draws_nothing_refuses_sampled_drafts_at_hello_HELLO_LIMITS(peer: Peer) -> None:
+    status, message = peer.refused(replace(HELLO, flags=HelloFlag.SAMPLED))
+    assert status == FrameStatus.CONFIG
+    assert "drawn from 32 ids, and this drafter (ArithmeticDrafter, 1000 ids) does not draw" in message
+
+
+def drawing(**changes: Any) -> MockDrafter:
+    return MockDrafter(replace(INFO, support=SUPPORT_IDS, **changes))
+
+
+def test_sampled_drafts_are_granted_and_drawn_entry_by_entry() -> None:
+    with serving(drawing()) as server, Peer(server) as peer:
+        reply, payload = peer.hello(replace(HELLO, flags=HelloFlag.SAMPLED))
+        assert reply.status == FrameStatus.OK
+        assert codec.decode_welcome(payload).flags == HelloFlag.SAMPLED
+        entries = [entry(slot, 0, 1, DRAFT | NEW) for slot in range(3)]
+        # The second one's is no temperature: that entry alone is refused.
+        sampling = [Sampling(5, 0.7), Sampling(5, math.nan), Sampling(5, 0.0)]
+        reply, payload = peer.ask(Operation.STEP, sampled_step(1, sampling, *entries))
+        assert reply.status == FrameStatus.OK
+        answer = codec.decode_step_reply(payload)
+        assert [one.status for one in answer.entries] == [RequestStatus.OK, RequestStatus.BAD_ENTRY, RequestStatus.OK]
+        assert answer.sampled is not None
+        assert answer.sampled.mask.tolist() == [1, 0, 0]
+        width = 5 * SUPPORT_IDS
+        assert sum(answer.sampled.q.tolist()[:width]) == 5
+        assert not any(answer.sampled.q.tolist()[width:])
+        assert answer.sampled.support.tolist()[:width:SUPPORT_IDS] == answer.tokens.tolist()[:5]
+        # Without sampling the same session is answered as any other.
+        assert peer.step(entry(0, 1, 1)).sampled is None
+
+
+def test_a_drafter_that_fails_answers_a_sampled_step_with_nothing_drawn() -> None:
+    class Failing(MockDrafter):
+        def draft(self, batch: DraftBatch) -> DraftResult:
+            raise RuntimeError("told to fail")
+
+    with serving(Failing(replace(INFO, support=SUPPORT_IDS))) as server, Peer(server) as peer:
+        peer.hello(replace(HELLO, flags=HelloFlag.SAMPLED))
+        _, payload = peer.ask(Operation.STEP, sampled_step(1, [Sampling(5, 0.7)], entry(0, 0, 1, DRAFT | NEW)))
+        answer = codec.decode_step_reply(payload)
+        assert answer.entries[0].status == RequestStatus.INTERNAL
+        assert answer.sampled is not None
+        assert not any(answer.sampled.mask.tolist() + answer.sampled.q.tolist())
+
+
+def test_more_slots_than_a_sampled_reply_has_room_for_are_refused_HELLO_LIMITS() -> None:
+    with serving(drawing(slots=4096), slots=4096) as server, Peer(server) as peer:
+        status, message = peer.refused(replace(HELLO, flags=HelloFlag.SAMPLED, slots=4000))
+        assert status == FrameStatus.CONFIG
+        assert re.search(r"a reply for 4000 slots of 5 drafts has \d+ bytes, at most 4194304", message)
+        assert peer.hello(replace(HELLO, slots=4000))[0].status == FrameStatus.OK
 
 
 def test_a_frame_above_the_limit_closes_that_link_only_FRAMING() -> None:
@@ -404,7 +472,7 @@ def test_a_bug_of_ours_is_an_internal_frame_and_the_worker_lives(
 
     engine.step(entry(0, 0, 1, DRAFT | NEW))
     with monkeypatch.context() as patch:
-        patch.setattr(codec, "finish_step_reply", broken)
+        patch.setattr(Session, "complete", broken)
         reply, payload = engine.raw_step(entry(0, 1, 1))
     assert reply.status == FrameStatus.INTERNAL
     assert "a bug" in codec.decode_message(payload)
@@ -704,7 +772,7 @@ def test_a_step_is_received_whole_while_another_engine_drafts() -> None:
             asked = entry(0, 0, 12, DRAFT | NEW)
             peer.send(codec.encode_step_head(peer.session, 2, 1, [asked], len(rows)) + rows)
             assert drafter.entered.wait(5)
-        assert server.slots_in_use == 1
+        until(lambda: server.slots_in_use == 2)  # the second one is judged meanwhile
         drafter.pause.set()
         assert slow.drafts().tokens.tolist() == queued.drafts().tokens.tolist()
 
@@ -724,21 +792,24 @@ def test_HALF_OPEN_a_step_half_sent_of_a_superseded_session_drafts_nothing() -> 
             assert server.slots_in_use == 1
 
 
+@pytest.mark.parametrize("judging", ["plan", "begin"])
 def test_a_bug_while_a_step_is_judged_costs_that_session_only(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    judging: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if judging == "begin" and load_round_calls() is None:
+        pytest.skip("no quick calls here")
     with (
         serving(listen="tcp://127.0.0.1:0") as server,
         SlowPeer(server, 1) as peer,
         SlowPeer(server, 2) as other,
     ):
 
-        def fail(session: Session, step: Step) -> Plan:
+        def fail(session: Session, *_: object) -> Plan:
             raise ZeroDivisionError("planted")
 
         head, rows = peer.frame(entry(0, 0, 1, DRAFT | NEW))
         with monkeypatch.context() as patched:
-            patched.setattr(Session, "plan", fail)
+            patched.setattr(Session, judging, fail)
             peer.socket.sendall(head)
             until(lambda: "could not be judged" in caplog.text)
         peer.socket.sendall(rows)

@@ -363,6 +363,7 @@ def test_every_entry_is_counted_by_its_status() -> None:
     engine = Engine()
     engine.step(entry(0, 0, 1, DRAFT | NEW), entry(1, 0, 1), entry(2, 0, 1, NEW), entry(3, 5, 1, DRAFT | NEW))
     assert engine.stats.counters() == {
+        "drafts": 10,
         "entries_no_window": 1,
         "entries_not_needed": 1,
         "entries_ok": 1,

@@ -203,6 +203,9 @@ def _show_worker(values: dict[str, Any]) -> None:
     _say_of("  limits", f"context {values['context']}, {values['max_rows']} rows per step")
     _say_of("  slots", f"{values['slots_in_use']} of {values['slots']} in use")
     _say_of("  device", f"{values['device']}, {values['dtype']}{held}")
+    for one in values["sessions"]:
+        times = f"p50 {one['worker_us_p50']} µs, p99 {one['worker_us_p99']} µs"
+        _say_of("  engine", f"{one['engine']!r}: {one['slots_in_use']} slots, {one['rounds']} rounds, {times}")
 
 
 def _spread(values: dict[str, Any]) -> str:

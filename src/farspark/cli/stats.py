@@ -19,6 +19,8 @@ from farspark.transport import parse_endpoint
 
 _TIMEOUT_S = 5.0
 _SECONDS_BETWEEN_LOOKS = 1.0
+# Of a table: more do not fit a line.
+_MAX_COLUMNS = 8
 
 Read = Callable[[], tuple[str, dict[str, Any]]]
 """Reads once: what was read, as a line, and the snapshot. Raises ConfigError, FarsparkError or TimeoutError."""
@@ -109,7 +111,11 @@ def sections(snapshot: Mapping[str, Any]) -> list[Section]:
 
 def _place(name: str, value: Any, plain: Section, nested: list[Section]) -> None:
     columns = _columns(value)
-    if columns:
+    if len(columns) > _MAX_COLUMNS:
+        # What has many values, as a worker's session, is a column of its own.
+        lines = [(column, *(_text(cells[column]) for cells in value.values())) for column in columns]
+        nested.append(Section(name, ("", *map(str, value)), lines))
+    elif columns:
         shown = [(str(row), *(_text(cells.get(column, "")) for column in columns)) for row, cells in value.items()]
         nested.append(Section(name, ("", *columns), shown))
     elif isinstance(value, dict):

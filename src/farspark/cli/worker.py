@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -30,7 +30,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "worker",
         help="serve a drafter checkpoint to one or several engines",
         description="Load a DSpark drafter, warm it up, and draft for the engines that connect. The line 'ready on ...' "
-        "appears once every shape that a step can have has been met. SIGTERM or Ctrl-C finishes the rounds in hand.",
+        "appears once every shape that a step can have has been met. SIGTERM or Ctrl-C lets the engines move to another worker "
+        "and finishes the rounds in hand; a second one ends at once.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder with config.json and the weights")
@@ -112,11 +113,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--name", default=_DEFAULTS.name, help="what the worker calls itself towards engines")
     parser.add_argument(
+        "--lease-s",
+        metavar="SECONDS",
+        type=float,
+        default=_DEFAULTS.lease_s,
+        help="how long an engine's session may be silent before its slots are freed, whatever its connection looks like; an "
+        "idle engine says PING in time. 0: for ever",
+    )
+    parser.add_argument(
         "--drain-s",
         metavar="SECONDS",
         type=float,
         default=_DEFAULTS.drain_s,
-        help="how long rounds in hand may take when the worker is told to stop",
+        help="how long engines have to move to another worker when this one is told to stop, and then the rounds in hand to end",
     )
     parser.add_argument(
         "--ready-file",
@@ -142,6 +151,7 @@ def run(options: argparse.Namespace) -> int:
         max_rows=options.max_rows,
         max_connections=options.max_connections,
         name=options.name,
+        lease_s=options.lease_s,
         drain_s=options.drain_s,
         token=read_token(options.token_file, "--token-file"),
         allow_unauthenticated_network=options.allow_unauthenticated_network,
@@ -169,15 +179,21 @@ def run(options: argparse.Namespace) -> int:
         )
         _describe(drafter.info)
         drafter.warm_up(progress)
-    with Server(drafter, config) as server, _announced(server, config):
+    with Server(drafter, config) as server:
         if server.max_rows < config.max_rows:
             _say(f"rows per step: {server.max_rows}, as many as one frame holds (--max-rows {config.max_rows})")
         if config.token is not None:
             _say(f"peers must prove to hold the token of {options.token_file}")
         _say(f"lanes             {server.lanes}")
-        _say(f"ready on {server.endpoint}")
-        _serve_until_signalled(server)
-        _say("stopping: rounds in hand are finished first")
+        with _signalled() as signalled:
+            thread = threading.Thread(target=_serve, args=(server, signalled), name="farspark-accept", daemon=True)
+            with _announced(server, config):
+                _say(f"ready on {server.endpoint}")
+                thread.start()
+                os.read(signalled.read_end, 1)
+            _drain(server, signalled, config.drain_s)
+            server.stop()
+            thread.join()
     return 0
 
 
@@ -245,34 +261,55 @@ def _remove(path: Path) -> None:
         raise ConfigError(f"--ready-file {path}: {error.strerror}") from error
 
 
-def _serve_until_signalled(server: Server) -> None:
-    """Serve on a thread of its own until SIGTERM or SIGINT comes, or accepting has ended by itself."""
-    # A handler may interrupt this thread anywhere, also while it holds a lock: it only writes to a pipe.
-    read_end, write_end = os.pipe()
+@dataclass(slots=True)
+class _Signals:
+    """What handlers write to; a handler may interrupt its thread anywhere, also while it holds a lock."""
 
-    def wake(_number: int, _frame: FrameType | None) -> None:
-        os.write(write_end, b"x")
+    read_end: int
+    write_end: int
+    is_last: bool = False  # the next one ends the process
 
-    def serve() -> None:
-        try:
-            server.serve()
-        finally:
-            os.write(write_end, b"x")
+
+@contextlib.contextmanager
+def _signalled() -> Iterator[_Signals]:
+    """SIGTERM and SIGINT write a byte; once engines are being waited for they end the process at once."""
+    signals = _Signals(*os.pipe())
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if signals.is_last:
+            os.write(2, b"farspark: told to stop twice, ended at once\n")
+            os._exit(128 + number)
+        os.write(signals.write_end, b"x")
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, wake)
-    thread = threading.Thread(target=serve, name="farspark-accept", daemon=True)
+        signal.signal(number, note)
     try:
-        thread.start()
-        os.read(read_end, 1)
-        server.stop()
-        thread.join()
+        yield signals
     finally:
-        # What remains is to leave; a signal that is sent twice should not turn that into a failure.
+        # What remains is to leave; one more signal should not turn that into a failure.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        os.close(read_end)
-        os.close(write_end)
+        os.close(signals.read_end)
+        os.close(signals.write_end)
+
+
+def _serve(server: Server, signals: _Signals) -> None:
+    """Until the worker is told to stop, or accepting has ended by itself."""
+    try:
+        server.serve()
+    finally:
+        os.write(signals.write_end, b"x")
+
+
+def _drain(server: Server, signals: _Signals, drain_s: float) -> None:
+    sessions = server.sessions
+    if sessions:
+        signals.is_last = True
+        _say(f"stopping: {sessions} engine{'s' * (sessions > 1)} may move elsewhere, for {drain_s:g} s at most")
+    if server.drain():
+        _say("stopping: nobody is connected")
+    else:
+        _say("stopping: rounds in hand are finished first")
 
 
 def _say(line: str) -> None:

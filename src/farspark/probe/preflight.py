@@ -169,7 +169,15 @@ def _worker(stats: Mapping[str, Any], drafter: Mapping[str, Any]) -> dict[str, A
         "max_rows": stats.get("max_rows"),
         "slots": drafter.get("slots"),
         "slots_in_use": slots.get("in_use") if isinstance(slots, dict) else None,
+        "sessions": _sessions(stats.get("sessions")),
     }
+
+
+def _sessions(sessions: object) -> list[dict[str, Any]]:
+    """Of each engine in a session: its name, its slots, its rounds and their times."""
+    names = ("engine", "slots_in_use", "rounds", "silent_s", "worker_us_p50", "worker_us_p99")
+    found = sessions.values() if isinstance(sessions, dict) else ()
+    return [{name: one.get(name) for name in names} for one in found if isinstance(one, dict)]
 
 
 def _check_identities(questions: Questions, drafter: Mapping[str, Any]) -> None:

@@ -30,6 +30,8 @@ class DraftEntry(NamedTuple):
     anchor_token: int
     need_draft: bool
     n_out: int  # how many draft positions are wanted, 1 .. N; the rest are 0 in the answer
+    seed: int = 0  # 64 bits, signed: of the draws, where there are any
+    temperature: float = 0.0  # finite, 0 or more; 0: the most probable token, nothing is drawn
 
     @property
     def anchor_pos(self) -> int:
@@ -67,6 +69,14 @@ Judging = Callable[[Sequence[int], memoryview], Judged]
 """`judging(entries, tokens)`: chains int32 `[chains * N]`, each for an entry of the batch that was drafted for."""
 
 
+class Drawn(NamedTuple):
+    """What drafts were drawn from; S is `DrafterInfo.support`. Zeros wherever the mask is 0, and past `n_out`."""
+
+    mask: memoryview  # int32 [entries], 1: this entry's drafts were drawn, each from q at its position
+    support: memoryview  # int32 [entries * N * S], distinct ids, the most probable ones at the entry's temperature
+    q: memoryview  # float32 [entries * N * S], their probabilities, which sum to 1
+
+
 class DraftResult(NamedTuple):
     """Drafts for every entry of the batch, in entry order; N is `DrafterInfo.num_drafts`.
 
@@ -78,6 +88,7 @@ class DraftResult(NamedTuple):
     confidences: memoryview  # float32 [entries * N], each in [0, 1]
     margins: memoryview | None  # float32 [entries * N], top-1 minus top-2 logit; None unless wanted
     judge: Judging | None = None  # keeps the step's logits; only with margins, and only where something was drafted
+    drawn: Drawn | None = None  # only where an entry has a temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,7 @@ class DrafterInfo:
     dtype: str
     context_bytes: int  # memory of the context store
     weight_bytes: int = 0  # memory of the weights; 0 for a drafter without
+    support: int = 0  # ids that a draft is drawn from at a temperature; 0: this drafter draws none
 
 
 class Drafter(Protocol):
@@ -115,6 +127,7 @@ class Drafter(Protocol):
     def draft(self, batch: DraftBatch) -> DraftResult:
         """Append the rows of every entry, then draft for those that need it, in one forward pass.
 
-        Raises whatever torch raises when the step cannot be done; the caller then holds every slot of the batch for void.
+        Raises whatever torch raises when the step cannot be done; the caller then holds every slot of the batch for void, or
+        asks again for some of the same entries: a row that is appended again takes its own place.
         """
         ...

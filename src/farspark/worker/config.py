@@ -17,6 +17,7 @@ QUANTISATIONS: Final = ("plain", "reference")
 DEFAULT_LISTEN: Final = Endpoint("tcp", "127.0.0.1", 18620)
 MAX_SLOTS: Final = layout.MAX_REQUESTS
 MAX_CONNECTIONS: Final = 4096
+MAX_LEASE_S: Final = 6553.0  # a welcome holds tenths of a second in 16 bits
 
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
@@ -38,7 +39,8 @@ class WorkerConfig:
     max_rows: int = 4096  # rows per STEP, all requests together
     max_connections: int = 64
     name: str = "farspark"  # what the worker calls itself in HELLO and STATS
-    drain_s: float = 10.0  # seconds that rounds in hand get at shutdown
+    lease_s: float = 60.0  # seconds that a session may be silent; 0: for ever
+    drain_s: float = 10.0  # seconds that engines get to move elsewhere at shutdown, and then the rounds in hand
     token: bytes | None = field(default=None, repr=False)  # what --token-file holds; None: whoever connects is served
     allow_unauthenticated_network: bool = False
     ready_file: Path | None = None  # receives the endpoint in use, atomically, once the worker is ready
@@ -50,6 +52,10 @@ class WorkerConfig:
             _in_range("--drafts", self.num_drafts, 1, layout.MAX_DRAFTS)
         _in_range("--max-rows", self.max_rows, 1, layout.MAX_FRAME_BYTES)
         _in_range("--max-connections", self.max_connections, 1, MAX_CONNECTIONS)
+        if self.lease_s and not 0.1 <= self.lease_s <= MAX_LEASE_S:
+            raise ConfigError(
+                f"--lease-s {self.lease_s:g}: expected seconds, 0.1 to {MAX_LEASE_S:g}, or 0 for sessions that never run out"
+            )
         if not 0 <= self.drain_s <= 3600:
             raise ConfigError(f"--drain-s {self.drain_s:g}: expected seconds, 0 to 3600")
         if not _DEVICE.fullmatch(self.device):

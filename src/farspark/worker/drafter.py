@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,17 @@ import torch
 from torch import Tensor
 
 from farspark.errors import ConfigError
-from farspark.worker.batch import DraftBatch, DraftEntry, Drafter, DrafterInfo, DraftResult, Judged, Judging, Progress
+from farspark.worker.batch import (
+    DraftBatch,
+    DraftEntry,
+    Drafter,
+    DrafterInfo,
+    DraftResult,
+    Drawn,
+    Judged,
+    Judging,
+    Progress,
+)
 from farspark.worker.checkpoint import DrafterConfig, LoadedCheckpoint, load_checkpoint, no_progress
 from farspark.worker.checkpoint.load import FilePath
 from farspark.worker.context import ContextShape, ContextStore
@@ -28,13 +39,17 @@ from farspark.worker.device import DeviceWork, open_device, work_on
 from farspark.worker.graphs import DeviceCalls
 from farspark.worker.models.base import DraftModel
 from farspark.worker.models.families import DEFAULT_OPTIONS, ModelOptions, build_model
-from farspark.worker.models.heads import greedy, margin
+from farspark.worker.models.heads import SUPPORT, Draw, draw, draw_uniforms, greedy, margin
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 _GREATEST = torch.finfo(torch.float32).max
+
+# Numbers that the host says of each request: slot, anchor position, lowest visible position, anchor token; with tokens drawn
+# also seed and temperature.
+_PLAIN, _SAMPLED = 4, 6
 
 # Rows projected at once: bounds the activations of a long prefill, wide enough to keep a GPU busy.
 ROWS_AT_ONCE = 512
@@ -88,13 +103,59 @@ class _Block(NamedTuple):
         return _Block(self.hidden[rows], self.base[rows], self.anchor_tokens[rows], state)
 
 
+class _Sampling(NamedTuple):
+    """How the drafts of a block are drawn; None in its place: none is."""
+
+    temperatures: Tensor  # float32 [B]; 0: the best token
+    uniforms: Tensor  # float64 [B, steps]
+
+
 class _Step(NamedTuple):
     """One position of every chain, with the tokens before it fixed."""
 
     logits: Tensor  # [B, drafted vocabulary]
     embedded: Tensor | None  # [B, r]: the Markov embedding of the token before
-    best: Tensor  # int64 [B]: the target's id of the greatest logit
-    top: Tensor  # float32 [B]: that logit
+    best: Tensor  # int64 [B]: the target's id of the greatest logit, or of the one that was drawn
+    top: Tensor  # float32 [B]: the greatest logit
+    drawn: Draw | None = None  # its support in the target's ids; where requests have temperatures
+
+
+class _Answer(NamedTuple):
+    """The arrays of a `DraftResult` as they are filled; zero where nothing was."""
+
+    ok: list[bool]  # [entries]
+    tokens: npt.NDArray[np.int32]  # [entries, N]
+    confidences: npt.NDArray[np.float32]  # [entries, N]
+    margins: npt.NDArray[np.float32] | None  # [entries, N]
+    mask: npt.NDArray[np.int32] | None  # [entries]; this and the next two where something is drawn
+    support: npt.NDArray[np.int32] | None  # [entries, N, SUPPORT]
+    q: npt.NDArray[np.float32] | None  # [entries, N, SUPPORT]
+
+    @classmethod
+    def of(cls, entries: int, num_drafts: int, *, want_margins: bool, is_sampled: bool) -> _Answer:
+        shape = entries, num_drafts
+        return cls(
+            ok=[True] * entries,
+            tokens=np.zeros(shape, np.int32),
+            confidences=np.zeros(shape, np.float32),
+            margins=np.zeros(shape, np.float32) if want_margins else None,
+            mask=np.zeros(entries, np.int32) if is_sampled else None,
+            support=np.zeros((*shape, SUPPORT), np.int32) if is_sampled else None,
+            q=np.zeros((*shape, SUPPORT), np.float32) if is_sampled else None,
+        )
+
+    def result(self, judge: Judging | None) -> DraftResult:
+        drawn = None
+        if self.mask is not None and self.support is not None and self.q is not None:
+            drawn = Drawn(self.mask.data, self.support.reshape(-1).data, self.q.reshape(-1).data)
+        return DraftResult(
+            ok=self.ok,
+            tokens=self.tokens.reshape(-1).data,
+            confidences=self.confidences.reshape(-1).data,
+            margins=None if self.margins is None else self.margins.reshape(-1).data,
+            judge=judge,
+            drawn=drawn,
+        )
 
 
 class DSparkDrafter:
@@ -133,13 +194,14 @@ class DSparkDrafter:
         return f"DSparkDrafter({info.kind}, {info.device}, {info.dtype}, slots={info.slots}, context={info.context})"
 
     def warm_up(self, progress: Progress) -> None:
-        shapes, most = self._shapes, self._shapes.steps[-1]
+        info, shapes, most = self._info, self._shapes, self._shapes.steps[-1]
         if self._device.type == "cpu":
             # Nothing is compiled for a combination of sizes here: each size once, beside the smallest of the others.
             sizes = [(batch, shapes.contexts[0], 1) for batch in shapes.batches]
             sizes += [(1, context, 1) for context in shapes.contexts[1:]] + [(1, shapes.contexts[0], most)]
         else:
             sizes = list(itertools.product(shapes.batches, shapes.contexts, shapes.steps))
+        kinds = [(False, _PLAIN), (True, _PLAIN)] + ([(True, _SAMPLED)] if info.support else [])
         total, done = len(shapes.rows) + len(sizes), 0
         with torch.inference_mode():
             for rows in shapes.rows:
@@ -147,37 +209,28 @@ class DSparkDrafter:
                 self._calls.run(rows, self._write)
                 progress("warming up", done := done + 1, total)
             for batch, context, steps in sizes:
-                for want_margins in (False, True):
-                    packed, _ = self._run(np.zeros((4, 0), np.int64), batch, context, steps, want_margins)
+                for want_margins, numbers in kinds:
+                    packed, _ = self._run(np.zeros((numbers, 0), np.int64), batch, context, steps, want_margins)
                     packed.cpu()
                 progress("warming up", done := done + 1, total)
 
     def draft(self, batch: DraftBatch) -> DraftResult:
         entries = batch.entries
         self._check(batch)
-        num_drafts = self._info.num_drafts
-        ok = [True] * len(entries)
-        tokens = np.zeros((len(entries), num_drafts), np.int32)
-        confidences = np.zeros((len(entries), num_drafts), np.float32)
-        margins = np.zeros((len(entries), num_drafts), np.float32) if batch.want_margins else None
+        wanted = [index for index, entry in enumerate(entries) if entry.need_draft]
+        is_sampled = any(entries[index].temperature for index in wanted)
+        answer = _Answer.of(len(entries), self._info.num_drafts, want_margins=batch.want_margins, is_sampled=is_sampled)
         judge = None
         with torch.inference_mode():
             self._append(batch)
-            wanted = [index for index, entry in enumerate(entries) if entry.need_draft]
             if wanted:
-                answer, block = self._draft([entries[index] for index in wanted], batch.want_margins)
-                self._fill(entries, wanted, answer, ok, tokens, confidences, margins)
+                packed, block = self._draft([entries[index] for index in wanted], batch.want_margins, is_sampled)
+                self._fill(entries, wanted, packed, answer)
                 if batch.want_margins:
                     # The next step may overwrite the block.
                     block = block.of(torch.arange(len(wanted), device=self._device))
                     judge = self._judging(block, {index: row for row, index in enumerate(wanted)})
-        return DraftResult(
-            ok=ok,
-            tokens=tokens.reshape(-1).data,
-            confidences=confidences.reshape(-1).data,
-            margins=None if margins is None else margins.reshape(-1).data,
-            judge=judge,
-        )
+        return answer.result(judge)
 
     def _judging(self, block: _Block, rows: dict[int, int]) -> Judging:
         """`rows`: the row of `block` of each entry that was drafted for."""
@@ -216,9 +269,9 @@ class DSparkDrafter:
         found = logits.gather(-1, rows.clamp(min=0).unsqueeze(-1)).squeeze(-1).float()
         return found.masked_fill(rows < 0, float("-inf"))
 
-    def _walk(self, block: _Block, forced: Tensor | None = None) -> Iterator[_Step]:
-        """The sequential part: each position's logits after the tokens in front of it, which are the best ones or `forced`
-        int64 [B, N]."""
+    def _walk(self, block: _Block, forced: Tensor | None = None, sampling: _Sampling | None = None) -> Iterator[_Step]:
+        """The sequential part: each position's logits after the tokens in front of it, which are the best ones, those drawn, or
+        `forced` int64 [B, N]."""
         model = self._model
         previous, embedded, state = block.anchor_tokens, None, block.state
         for index in range(block.base.shape[1]):
@@ -227,9 +280,14 @@ class DSparkDrafter:
                 embedded = model.markov.embed(previous)
                 logits, state = model.markov.step(logits, block.hidden[:, index], embedded, state)
             best, top = greedy(logits)
+            drawn = None
+            if sampling is not None:
+                drawn = draw(logits, sampling.temperatures, sampling.uniforms[:, index])
+                best = torch.where(sampling.temperatures > 0, drawn.tokens, best)
             if model.to_target is not None:
                 best = model.to_target[best]
-            yield _Step(logits, embedded, best, top)
+                drawn = drawn and drawn._replace(support=model.to_target[drawn.support])
+            yield _Step(logits, embedded, best, top, drawn)
             previous = best if forced is None else forced[:, index]
 
     def _confidence(self, block: _Block, embedded: Tensor | None) -> Tensor:
@@ -249,6 +307,7 @@ class DSparkDrafter:
                 and entry.n_rows >= 0
                 and 0 <= entry.visible_from <= entry.anchor_pos
                 and (entry.n_out >= 1 or not entry.need_draft)
+                and (entry.temperature == 0.0 or (info.support and 0.0 < entry.temperature < math.inf))
             ):
                 raise ValueError(f"an entry is out of range: {entry}")
         if len({entry.slot for entry in batch.entries}) != len(batch.entries):
@@ -302,26 +361,33 @@ class DSparkDrafter:
         taps = taps.to(self._model.arithmetic.carrier)
         self._store.write(where[1], self._model.project_context(taps, where[0]))
 
-    def _draft(self, entries: Sequence[DraftEntry], want_margins: bool) -> tuple[npt.NDArray[np.int32], _Block]:
+    def _draft(
+        self, entries: Sequence[DraftEntry], want_margins: bool, is_sampled: bool
+    ) -> tuple[npt.NDArray[np.int32], _Block]:
         """The packed answer of `_forward`, on the host, for `entries` only, and what it was made of."""
-        numbers = np.zeros((4, len(entries)), np.int64)
+        numbers = np.zeros((_SAMPLED if is_sampled else _PLAIN, len(entries)), np.int64)
         visible = 0
         for index, entry in enumerate(entries):
             lowest = max(entry.visible_from, entry.anchor_pos - self._info.context)
             visible = max(visible, entry.anchor_pos - lowest)
-            numbers[:, index] = entry.slot, entry.anchor_pos, lowest, entry.anchor_token
+            numbers[:_PLAIN, index] = entry.slot, entry.anchor_pos, lowest, entry.anchor_token
+        if is_sampled:
+            numbers[_PLAIN] = [entry.seed for entry in entries]
+            numbers[_PLAIN + 1] = np.array([entry.temperature for entry in entries], np.float32).view(np.int32)
         steps = fitting(self._shapes.steps, max(min(entry.n_out, self._info.num_drafts) for entry in entries))
         context = fitting(self._shapes.contexts, visible)
-        packed, block = self._run(numbers, fitting(self._shapes.batches, len(entries)), context, steps, want_margins)
+        size = fitting(self._shapes.batches, len(entries))
+        packed, block = self._run(numbers, size, context, steps, want_margins or is_sampled)
         answer: npt.NDArray[np.int32] = packed.cpu().numpy()
         return answer[: len(entries)], block
 
     def _run(
         self, numbers: npt.NDArray[np.int64], size: int, visible: int, steps: int, want_margins: bool
     ) -> tuple[Tensor, _Block]:
-        """`_forward` of `numbers` [4, up to size], from the host."""
-        key = size, visible, steps, want_margins
-        (staged,) = self._calls.staging(key, lambda: [torch.zeros((4, size), dtype=torch.int64)])
+        """`_forward` of `numbers` [_PLAIN or _SAMPLED, up to size], from the host."""
+        rows = len(numbers)
+        key = size, visible, steps, want_margins, rows
+        (staged,) = self._calls.staging(key, lambda: [torch.zeros((rows, size), dtype=torch.int64)])
         requests = staged.numpy()
         requests[:, : numbers.shape[1]], requests[:, numbers.shape[1] :] = numbers, 0
         forward = functools.partial(self._forward, visible=visible, steps=steps, want_margins=want_margins)
@@ -330,10 +396,12 @@ class DSparkDrafter:
     def _forward(self, requests: Tensor, visible: int, steps: int, want_margins: bool) -> tuple[Tensor, _Block]:
         """The part of a step whose shapes are fixed by its arguments and that nothing on the host waits for.
 
-        `requests` int64 [4, B]: slot, anchor position, lowest visible position, anchor token. The answer is int32
-        [B, 3 or 4, steps]: token, whether all is finite, confidence and perhaps margin (the bits of a float32).
+        `requests` int64 [_PLAIN, B]: slot, anchor position, lowest visible position, anchor token; where tokens are drawn
+        [_SAMPLED, B], with seed and temperature (the bits of a float32), and always with margins. The answer is int32
+        [B, planes, steps]: token, whether all is finite, confidence and perhaps margin (the bits of a float32), then where
+        tokens are drawn SUPPORT planes of ids and SUPPORT of q (the bits of a float32).
         """
-        slots, anchors, visible_from, anchor_tokens = requests.unbind()
+        slots, anchors, visible_from, anchor_tokens, *drawing = requests.unbind()
         length = len(self._block)
         view = self._store.view(slots, anchors, visible_from, visible, length)
         tokens = torch.full((len(slots), length), self._mask_token_id, dtype=torch.int64, device=self._device)
@@ -349,6 +417,12 @@ class DSparkDrafter:
         block = _Block(hidden, model.base_logits(hidden), anchor_tokens, state)
 
         gaps: list[Tensor] = []
+        supports: list[Tensor] = []
+        probabilities: list[Tensor] = []
+        sampling = None
+        if drawing:
+            seeds, temperature_bits = drawing
+            sampling = _Sampling(temperature_bits.int().view(torch.float32), draw_uniforms(seeds, anchors, steps))
         chain = None
         if not want_margins and model.to_target is None:
             chain = model.arithmetic.greedy_chain(block.base, anchor_tokens, model.markov)
@@ -356,8 +430,12 @@ class DSparkDrafter:
             ids, tops, embedded = chain
         else:
             walked = []
-            for step in self._walk(block):
-                if want_margins:
+            for step in self._walk(block, sampling=sampling):
+                if step.drawn is not None:
+                    gaps.append(step.drawn.margins)
+                    supports.append(step.drawn.support)
+                    probabilities.append(step.drawn.q)
+                elif want_margins:
                     gaps.append(margin(step.logits))
                 walked.append(step)
             ids, tops = (torch.stack(one, dim=1) for one in ([s.best for s in walked], [s.top for s in walked]))
@@ -368,28 +446,39 @@ class DSparkDrafter:
         planes = [ids.int(), finite.int(), confidence.contiguous().view(torch.int32)]
         if want_margins:
             planes.append(torch.stack(gaps, dim=1).view(torch.int32))
-        return torch.stack(planes, dim=1), block
+        packed = torch.stack(planes, dim=1)
+        if supports:
+            drawn_from = torch.stack(probabilities, dim=2).view(torch.int32)
+            packed = torch.cat((packed, torch.stack(supports, dim=2).int(), drawn_from), dim=1)
+        return packed, block
 
     def _fill(
         self,
         entries: Sequence[DraftEntry],
         wanted: Sequence[int],
-        answer: npt.NDArray[np.int32],
-        ok: list[bool],
-        tokens: npt.NDArray[np.int32],
-        confidences: npt.NDArray[np.float32],
-        margins: npt.NDArray[np.float32] | None,
+        packed: npt.NDArray[np.int32],
+        answer: _Answer,
     ) -> None:
         """Spread the packed answer over all entries; what is not wanted or not finite stays zero."""
         for row, index in enumerate(wanted):
             count = min(entries[index].n_out, self._info.num_drafts)
-            planes = answer[row, :, :count]
-            ok[index] = bool(planes[1].all())
-            if ok[index]:
-                tokens[index, :count] = planes[0]
-                confidences[index, :count] = planes[2].view(np.float32)
-                if margins is not None:
-                    margins[index, :count] = planes[3].view(np.float32)
+            planes = packed[row, :, :count]
+            answer.ok[index] = bool(planes[1].all())
+            if not answer.ok[index]:
+                continue
+            answer.tokens[index, :count] = planes[0]
+            answer.confidences[index, :count] = planes[2].view(np.float32)
+            if answer.margins is not None:
+                answer.margins[index, :count] = planes[3].view(np.float32)
+            if (
+                answer.mask is not None
+                and answer.support is not None
+                and answer.q is not None
+                and entries[index].temperature
+            ):
+                answer.mask[index] = 1
+                answer.support[index, :count] = planes[4 : 4 + SUPPORT].T
+                answer.q[index, :count] = planes[4 + SUPPORT :].view(np.float32).T
 
 
 def _embedded(steps: Sequence[_Step]) -> Tensor | None:
@@ -475,6 +564,7 @@ def assemble(
         dtype=arithmetic.carrier,
     )
     store = ContextStore(shape, device, work.attention)
+    drafted = loaded.vocab_size if model.to_target is None else len(model.to_target)
     info = DrafterInfo(
         kind=config.kind,
         num_drafts=count,
@@ -492,5 +582,7 @@ def assemble(
         dtype=str(arithmetic.dtype).removeprefix("torch."),
         context_bytes=shape.byte_count,
         weight_bytes=model.weight_bytes,
+        # Of a smaller drafted vocabulary there are not as many ids to draw from as a reply has places for.
+        support=SUPPORT if drafted >= SUPPORT else 0,
     )
     return DSparkDrafter(model, store, info, config, shapes or Shapes.of(device, slots, context, count), work.calls)

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Literal, NamedTuple, cast
 
 from farspark.errors import ProtocolError
+from farspark.native.round_calls import Made, RoundCalls
 from farspark.stats import Stats
-from farspark.wire.layout import EntryFlag, RequestStatus, StepFlag
+from farspark.wire import layout
+from farspark.wire.layout import SUPPORT_IDS, EntryFlag, RequestStatus, StepFlag
 from farspark.wire.messages import (
     Entry,
     EntryReply,
     Freed,
     Judge,
     Judgement,
+    SampledDrafts,
+    Sampling,
     Step,
     StepReply,
     make_entry_reply,
@@ -38,10 +42,14 @@ from farspark.worker.batch import (
 
 # Plain integers: the operators of enum.IntFlag take microseconds.
 _NEED_DRAFT, _NEW_GEN = int(EntryFlag.NEED_DRAFT), int(EntryFlag.NEW_GEN)
-_MARGINS = int(StepFlag.MARGINS)
+_MARGINS, _SAMPLED = int(StepFlag.MARGINS), int(StepFlag.SAMPLED)
+_GREEDY = repeat(Sampling(0, 0.0))
+_INFINITY = float("inf")
 # An enum's member is looked up ten times as slowly as a name of the module.
 _OK, _PARTIAL_WINDOW = RequestStatus.OK, RequestStatus.PARTIAL_WINDOW
 _NOT_NEEDED, _BAD_ENTRY = RequestStatus.NOT_NEEDED, RequestStatus.BAD_ENTRY
+_STEP_HEADERS = layout.HEADER.size + layout.STEP.size
+_MADE: Made = (Entry, EntryReply, DraftEntry, _OK, _PARTIAL_WINDOW)
 _COUNTERS = {status: f"entries_{status.name.lower()}" for status in RequestStatus}
 
 
@@ -106,7 +114,8 @@ class Session:
         self._pool = pool
         self._slots = slots
         self._context = context
-        self._stats = stats
+        self.stats = stats
+        self.is_closed = False  # for good: its slots may be another's
         self._held: dict[int, _Held] = {}
         self._judgeable: _Judgeable | None = None
 
@@ -128,13 +137,13 @@ class Session:
         places: list[int] = []
         n_rows = verified = accepted = 0
         seen: set[int] = set()
-        for entry in step.entries:
+        for entry, sampling in zip(step.entries, step.sampling or _GREEDY, strict=False):
             slot = entry.slot
             if slot in seen or slot >= self._slots:
                 replies.append(make_entry_reply((slot, entry.generation, 0, _BAD_ENTRY)))
                 continue
             seen.add(slot)
-            status, held, draft = self._judge(entry, self._held.get(slot))
+            status, held, draft = self._judge(entry, self._held.get(slot), sampling)
             if draft is not None:
                 assert held is not None
                 places.append(len(replies))
@@ -149,6 +158,24 @@ class Session:
             replies.append(make_entry_reply((slot, entry.generation, window_rows, status)))
         takes_all_rows = n_rows * self._info.row_bytes == len(step.rows)
         return Plan(step, replies, drafts, held_of, places, takes_all_rows, verified, accepted)
+
+    def begin(
+        self, calls: RoundCalls, frame: memoryview, arrived: int, session_id: int, max_rows: int
+    ) -> tuple[int, Plan, bytearray] | None:
+        """`plan` of a STEP's frame in which nothing is out of the ordinary: its sequence, the plan, the expected reply's head.
+
+        None for any other frame, and nothing is changed then.
+        """
+        info = self._info
+        rules = (
+            self._slots, self._context, info.row_bytes, max_rows, info.num_drafts, info.vocab_size, info.max_position
+        )  # fmt: skip
+        found = calls.begin_step(frame, arrived, session_id, rules, self._held, _MADE)
+        if found is None:
+            return None
+        sequence, step_id, flags, entries, replies, drafts, held, places, verified, accepted, head = found
+        step = Step(step_id, entries, frame[_STEP_HEADERS + layout.ENTRY.size * len(entries) :], flags)
+        return sequence, Plan(step, replies, drafts, held, places, True, verified, accepted), head
 
     def batch(self, plan: Plan) -> DraftBatch | None:
         """What the drafter must do, with its rows, which must all be there; None where there is nothing to do."""
@@ -184,18 +211,28 @@ class Session:
             if int(step.flags) & _MARGINS:
                 margins = self._spread(plan, result.margins if result else None, "f")
         flags = 0 if margins is None else _MARGINS
+        sampled: SampledDrafts | None = None
+        if int(step.flags) & _SAMPLED:
+            sampled = self._sampled(plan, result)
+            flags |= _SAMPLED
         return make_step_reply(
-            (step.step_id, self._info.num_drafts, worker_us, replies, tokens, confidences, margins, flags)
+            (step.step_id, self._info.num_drafts, worker_us, replies, tokens, confidences, margins, flags, sampled)
         )
 
-    def count(self, plan: Plan, reply: StepReply) -> None:
-        """Take note of a step that is done: `reply` is `complete`'s."""
+    def count(self, plan: Plan, reply: StepReply, stats: Stats | None = None) -> None:
+        """Take note, in `self.stats` or elsewhere, of a step that is done: `reply` is `complete`'s."""
+        stats = stats or self.stats
         if plan.verified:
-            self._stats.add("drafts_verified", plan.verified)
-            self._stats.add("drafts_accepted", plan.accepted)
-        statuses = [entry.status for entry in reply.entries]
+            stats.add("drafts_verified", plan.verified)
+            stats.add("drafts_accepted", plan.accepted)
+        entries = reply.entries
+        asked = zip(plan.places, plan.drafts, strict=True)
+        drafts = sum([draft.n_out for place, draft in asked if entries[place].status.has_drafts])
+        if drafts:
+            stats.add("drafts", drafts)
+        statuses = [entry.status for entry in entries]
         for status in set(statuses):
-            self._stats.add(_COUNTERS[status], statuses.count(status))
+            stats.add(_COUNTERS[status], statuses.count(status))
 
     def judge(self, judge: Judge) -> Judgement:
         """Raises ProtocolError where there is nothing to judge by, or the chains are not ones of this drafter's size."""
@@ -228,12 +265,15 @@ class Session:
 
     def close(self) -> None:
         """Give every slot back. Idempotent."""
+        self.is_closed = True
         self._judgeable = None
         for held in self._held.values():
             self._pool.give_back(held.drafter_slot)
         self._held.clear()
 
-    def _judge(self, entry: Entry, held: _Held | None) -> tuple[RequestStatus, _Held | None, DraftEntry | None]:
+    def _judge(
+        self, entry: Entry, held: _Held | None, sampling: Sampling
+    ) -> tuple[RequestStatus, _Held | None, DraftEntry | None]:
         slot, generation, first_pos, n_rows, anchor_token, anchor_pos, flags, _, n_out = entry
         info, flags = self._info, int(flags)
         reset = bool(flags & _NEW_GEN)
@@ -250,8 +290,14 @@ class Session:
             held.is_void = True
         if anchor_pos != first_pos + n_rows or anchor_pos > info.max_position:
             return _BAD_ENTRY, held, None
-        # An anchor that nobody drafts from may be any placeholder.
-        if needs_draft and not (n_rows and 0 <= anchor_token < info.vocab_size and n_out <= info.num_drafts):
+        seed, temperature = sampling
+        # An anchor that nobody drafts from may be any placeholder, and so may a temperature.
+        if needs_draft and not (
+            n_rows
+            and 0 <= anchor_token < info.vocab_size
+            and n_out <= info.num_drafts
+            and 0.0 <= temperature < _INFINITY
+        ):
             return _BAD_ENTRY, held, None
         if reset:
             assert held is not None
@@ -279,6 +325,8 @@ class Session:
                 needs_draft,
                 # Of an entry that only appends, whatever it says: what is handed on is in range.
                 (n_out if needs_draft else 0) or info.num_drafts,
+                seed,
+                temperature if needs_draft else 0.0,
             )
         )
         if not needs_draft:
@@ -301,9 +349,23 @@ class Session:
         views = [step.rows[start:end] for start, end in pieces]
         return views[0] if len(views) == 1 else memoryview(b"".join(views))
 
-    def _spread(self, plan: Plan, array: memoryview | None, kind: Literal["i", "f"]) -> memoryview:
-        """The batch's array with zeros in place of the entries that are not in it."""
-        width = 4 * self._info.num_drafts
+    def _sampled(self, plan: Plan, result: DraftResult | None) -> SampledDrafts:
+        drawn = None if result is None else result.drawn
+        if drawn is not None and len(plan.drafts) == len(plan.replies):
+            return SampledDrafts(*drawn)
+        mask, support, q = (None, None, None) if drawn is None else drawn
+        width = self._info.num_drafts * SUPPORT_IDS
+        return SampledDrafts(
+            self._spread(plan, mask, "i", 1),
+            self._spread(plan, support, "i", width),
+            self._spread(plan, q, "f", width),
+        )
+
+    def _spread(
+        self, plan: Plan, array: memoryview | None, kind: Literal["i", "f"], values: int | None = None
+    ) -> memoryview:
+        """The batch's array, of so many values an entry (N if None), with zeros in place of the entries that are not in it."""
+        width = 4 * (self._info.num_drafts if values is None else values)
         spread = bytearray(width * len(plan.replies))
         if array is not None:
             source = array.cast("B")

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# Ids that a draft is drawn from: the most probable ones.
+SUPPORT: Final = 32
+# What sets the draws apart from whatever else may be made of a request's seed, the target's own noise above all.
+DRAW_DOMAIN: Final = 0x46535041524B0001  # "FSPARK", 1
+# SplitMix64's increment, and the constants of its finaliser (Stafford's variant 13), as signed integers of 64 bits.
+_GAMMA: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX: Final = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 
 
 class Rounds(Protocol):
@@ -185,6 +193,52 @@ def lowest_of_equals(logits: Tensor) -> tuple[Tensor, Tensor]:
     everyone = torch.arange(logits.shape[-1], device=logits.device)
     ids = torch.where(logits == top, everyone, logits.shape[-1] - 1).amin(dim=-1)
     return ids, top.squeeze(-1).float()
+
+
+class Draw(NamedTuple):
+    """One draft per request, and what it was drawn from."""
+
+    tokens: Tensor  # int64 [B], rows of the logits
+    support: Tensor  # int64 [B, SUPPORT], the rows with the greatest logits, in descending order
+    q: Tensor  # float32 [B, SUPPORT], their probabilities, which sum to 1 but for rounding
+    margins: Tensor  # float32 [B], greatest minus second greatest logit
+
+
+def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> Draw:
+    """Draw from softmax(logits / temperature) over the SUPPORT greatest logits of [B, vocabulary].
+
+    `temperatures` float32 [B]; where one is 0 what is drawn means nothing. `uniforms` float64 [B] in [0, 1): the token is where
+    the cumulated q first exceeds that share of their sum, so it is drawn from q exactly as it is returned, rounding included.
+    """
+    values, support = logits.float().topk(SUPPORT, dim=-1)
+    scale = torch.where(temperatures > 0, temperatures, 1.0)
+    q = torch.softmax((values - values[:, :1]) / scale.unsqueeze(-1), dim=-1)
+    reached = q.double().cumsum(dim=-1)
+    places = (reached <= uniforms.unsqueeze(-1) * reached[:, -1:]).sum(dim=-1, keepdim=True).clamp_(max=SUPPORT - 1)
+    return Draw(support.gather(-1, places).squeeze(-1), support, q, values[:, 0] - values[:, 1])
+
+
+def draw_uniforms(seeds: Tensor, anchors: Tensor, steps: int) -> Tensor:
+    """float64 [B, steps] in [0, 1): the draws of the drafts at positions anchor + 1 .. anchor + steps.
+
+    A pure function of the request's seed int64 [B], of the absolute positions of its anchor int64 [B] and of the draft, and of
+    DRAW_DOMAIN. With the anchor in it no draw is ever used for two rounds: a position that is drafted again after a rejection
+    is drafted afresh. Source: SplitMix64 (Steele, Lea and Flood 2014), one finaliser for each of the three.
+    """
+    positions = anchors.unsqueeze(1) + torch.arange(1, steps + 1, device=anchors.device)
+    state = _mixed(_mixed(seeds ^ DRAW_DOMAIN) + anchors * _GAMMA)
+    return _shifted(_mixed(state.unsqueeze(1) + positions * _GAMMA), 11).double() * 2.0**-53
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    for shift, factor in _MIX:
+        bits = (bits ^ _shifted(bits, shift)) * factor
+    return bits
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """To the right, zeros from the left, as torch has no unsigned integers of 64 bits for that."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def margin(logits: Tensor) -> Tensor:
