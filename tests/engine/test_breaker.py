@@ -149,6 +149,23 @@ def test_a_neutral_round_leaves_the_probe_pending() -> None:
     assert breaker.state is State.HALF_OPEN
 
 
+def test_what_one_worker_failed_is_no_reason_to_keep_from_another_but_its_first_round_decides() -> None:
+    breaker = tripped(trip=3, cooldown=100)
+    breaker.moved()
+    assert (breaker.state, breaker.failures_in_a_row) == (State.HALF_OPEN, 0)
+    assert breaker.allows()
+    breaker.failed()
+    assert (breaker.state, stays_at_home(breaker)) == (State.OPEN, 200)
+
+
+def test_failures_of_two_workers_are_not_added_up() -> None:
+    breaker = Breaker(trip=3, cooldown=4)
+    fails(breaker, 2)
+    breaker.moved()
+    fails(breaker, 2)
+    assert breaker.state is State.CLOSED
+
+
 def test_trip_zero_is_off() -> None:
     breaker = Breaker(trip=0, cooldown=1)
     for _ in range(100):

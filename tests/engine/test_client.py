@@ -18,7 +18,7 @@ from farspark.errors import TransportError
 from farspark.stats import Stats
 from farspark.transport import Channel, Endpoint, connect, listen, parse_endpoint
 from farspark.wire import auth, codec, layout
-from farspark.wire.layout import FrameStatus, HeaderFlag, Operation
+from farspark.wire.layout import FrameStatus, HeaderFlag, HelloFlag, Operation
 from farspark.wire.messages import Header, Hello, Proof, Welcome
 from farspark.worker.config import WorkerConfig
 from farspark.worker.server import Server
@@ -363,6 +363,14 @@ def test_without_a_token_a_welcome_is_believed() -> None:
     # What the tests below rest on: this welcome is taken where nothing is to be proven.
     with posing("taken", lambda header, payload: welcome()) as (endpoint, _), client(endpoint) as one:
         assert one.wait_ready(Deadline.after(5))
+
+
+def test_HELLO_LIMITS_a_worker_that_takes_hello_and_grants_no_sampled_drafts_is_not_used() -> None:
+    hello = replace(HELLO, flags=HelloFlag.SAMPLED)
+    with posing("grants", lambda header, payload: welcome()) as (endpoint, _), client(endpoint, hello=hello) as one:
+        assert not one.wait_ready(Deadline.after(5))
+        assert one.state is ClientState.DISABLED
+        assert "CONFIG: sampled drafts: engine wants them, worker does not grant them" in str(one.last_failure)
 
 
 def demands_nothing(header: Header, payload: memoryview) -> bytes:

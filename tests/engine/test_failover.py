@@ -21,6 +21,7 @@ from tests.fakes.shape import shape_for
 
 from farspark.clock import Deadline
 from farspark.engine.client import Client, ClientState
+from farspark.engine.route import Loss
 from farspark.stats import Stats
 from farspark.transport import Channel, Endpoint, connect, parse_endpoint
 from farspark.wire.messages import Hello
@@ -208,27 +209,66 @@ def test_one_that_can_never_serve_and_one_that_is_absent_leave_the_remote_waitin
         assert asked.whom[:4] == [first, second, second, second]
 
 
-def test_the_second_takes_over_from_one_that_dies_and_keeps_the_engine_when_the_first_comes_back() -> None:
+def test_the_second_takes_over_from_one_that_dies_until_the_first_is_back() -> None:
     stats, asked = Stats(), Asked()
     with ExitStack() as stack:
         firsts = stack.enter_context(ExitStack())
         first = firsts.enter_context(worker())
         second = stack.enter_context(worker())
-        one = stack.enter_context(client(first, second, stats=stats, asked=asked))
+        one = stack.enter_context(client(first, second, stats=stats, asked=asked, backoff_s=0.2, backoff_max_s=0.4))
         assert connected_to(one) == first
         firsts.close()
         lose(one)
         assert connected_to(one) == second
-        stack.enter_context(worker(str(first)))
-        time.sleep(0.1)
-        # A connection that works is left alone: going back would cost a resync of every slot.
+        # The one that has just failed is not asked again before the others.
+        assert asked.whom == [first, second]
+        wait_until(lambda: len(asked.whom) >= 4)
+        assert set(asked.whom[2:]) == {first}
         assert connected_to(one) == second
-        assert asked.whom == [first, first, second]
-        # When it ends, the order counts again.
-        lose(one)
-        assert connected_to(one) == first
+        stack.enter_context(worker(str(first)))
+        wait_until(lambda: connected_to(one) == first)
+        # Where nothing is preferred to the one in use nobody is asked.
+        seen = len(asked.whom)
+        time.sleep(0.5)
+        assert asked.whom[seen:] == []
+    times = [at_s for at_s, _ in asked.when]
+    # It had not lasted, so the first look comes after twice the first wait, which is the longest.
+    for earlier, later in itertools.pairwise(times[1:]):
+        assert 0.4 <= later - earlier < 0.4 + SLACK_S
     assert stats.count("hellos") == 3
-    assert stats.count("disconnects") == 2
+    assert stats.count("disconnects") == 1
+    assert (stats.count("failovers"), stats.count("returns")) == (1, 1)
+
+
+def test_a_session_that_is_void_is_opened_again_where_it_was() -> None:
+    asked = Asked()
+    with worker() as first, worker() as second, client(first, second, asked=asked) as one:
+        connected_to(one)
+        connection = one.connection()
+        assert connection is not None
+        one.drop(connection, "no such session", Loss.SESSION)
+        assert connected_to(one) == first
+        assert asked.whom == [first, first]
+
+
+def test_a_preferred_worker_that_can_never_serve_is_looked_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    asked = Asked()
+    with ExitStack() as stack:
+        firsts = stack.enter_context(ExitStack())
+        first = firsts.enter_context(worker())
+        second = stack.enter_context(worker())
+        one = stack.enter_context(client(first, second, asked=asked))
+        assert connected_to(one) == first
+        firsts.close()
+        stack.enter_context(worker(str(first), num_drafts=4))
+        lose(one)
+        assert connected_to(one) == second
+        wait_until(lambda: "not used any more" in caplog.text)
+        seen = len(asked.whom)
+        time.sleep(0.3)
+        assert asked.whom[seen:] == []
+        assert connected_to(one) == second
+        assert one.last_failure is None
 
 
 def test_every_pass_goes_in_order_and_the_back_off_lies_between_passes() -> None:

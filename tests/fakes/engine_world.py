@@ -12,6 +12,7 @@ import struct
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from tests.fakes.channel import WrappedChannel
@@ -24,7 +25,7 @@ from farspark.engine.client import Client
 from farspark.engine.depth import NOut
 from farspark.engine.depth_control import DepthControl
 from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
-from farspark.engine.round import Phase, RemoteRound, RoundInput, RoundRequest
+from farspark.engine.round import Phase, RemoteRound, RoundInput, RoundRequest, meta_columns
 from farspark.errors import TransportError
 from farspark.stats import Stats
 from farspark.transport import Channel, Endpoint, connect, parse_endpoint
@@ -105,6 +106,8 @@ class Row:
     n_rows: int
     sampled: bool
     k_window: int = 0
+    temperature: float = 0.0
+    seed: int = 0
 
 
 @dataclass
@@ -113,6 +116,10 @@ class World:
 
     seed: int = 0
     listen: str = ""  # where the worker listens; empty: in memory
+    others: tuple[Endpoint, ...] = ()  # of other workers; the world's own is preferred
+    lease_s: float = 60.0
+    backoff_s: float = 0.001
+    backoff_max_s: float = 0.002
     timeout_s: float = 5.0
     want_margin: bool = False
     trip: int = 0  # off
@@ -120,6 +127,7 @@ class World:
     depth: DepthControl | None = None
     n_out: NOut | None = None
     name: str = ""
+    support: int = 0  # of sampled drafts
     drafter: ArithmeticDrafter = field(default_factory=lambda: ArithmeticDrafter(INFO))
     stats: Stats = field(default_factory=Stats)
     channel: FaultyChannel | None = None
@@ -129,8 +137,8 @@ class World:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.endpoint = parse_endpoint(self.listen or f"memory://world-{id(self)}{self.name}")
-        self.shape = shape_for(INFO, ring=RING)
-        self.result = PackedResult.empty(ResultLayout(SLOTS, INFO.num_drafts))
+        self.shape = shape_for(INFO, ring=RING, support=self.support)
+        self.result = PackedResult.empty(ResultLayout(SLOTS, INFO.num_drafts, self.support))
         self.by_slot: dict[int, WorldRequest] = {}
         self.start_worker()
         hello = self.shape.hello(
@@ -138,10 +146,10 @@ class World:
         )
         self.client = Client(
             hello,
-            [self.endpoint],
+            [self.endpoint, *self.others],
             connect_timeout_s=PATIENCE_S,
-            backoff_s=0.001,
-            backoff_max_s=0.002,
+            backoff_s=self.backoff_s,
+            backoff_max_s=self.backoff_max_s,
             stats=self.stats,
             connect=self._connect,
         )
@@ -158,7 +166,7 @@ class World:
         )
         self.client.start()
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> Self:
         self.wait_ready()
         return self
 
@@ -172,6 +180,7 @@ class World:
             listen=self.endpoint,
             slots=SLOTS,
             context=CONTEXT,
+            lease_s=self.lease_s,
             allow_unauthenticated_network=True,
         )
         self.server = Server(self.drafter, config)
@@ -232,12 +241,14 @@ class World:
 
     def step(self, *rows: Row) -> RoundOutcome:
         """One round; the result stands in `result`."""
-        meta = np.zeros((len(rows), 4), dtype=np.int32)
+        meta = np.zeros((len(rows), meta_columns(is_sampled=self.support > 0)), dtype=np.int32)
         packed = b""
         for index, row in enumerate(rows):
             request = row.request
             request.token = self.rng.randrange(INFO.vocab_size)
-            meta[index] = [request.end, row.n_rows, request.token, row.sampled]
+            meta[index, :4] = [request.end, row.n_rows, request.token, row.sampled]
+            if self.support:
+                meta[index, 4:] = struct.unpack("<3i", struct.pack("<fq", row.temperature, row.seed))
             end = request.end + row.n_rows
             packed += b"".join(row_of(request.number, p) for p in range(max(request.end, end - CONTEXT), end))
             request.end = end

@@ -6,7 +6,9 @@ from farspark.engine.shape import ModelShape
 from farspark.worker.batch import DrafterInfo
 
 
-def shape_for(info: DrafterInfo, *, ring: int = 4, slots: int | None = None, context: int | None = None) -> ModelShape:
+def shape_for(
+    info: DrafterInfo, *, ring: int = 4, slots: int | None = None, context: int | None = None, support: int = 0
+) -> ModelShape:
     """Slots and context are the drafter's where they are not given."""
     return ModelShape(
         num_drafts=info.num_drafts,
@@ -17,4 +19,5 @@ def shape_for(info: DrafterInfo, *, ring: int = 4, slots: int | None = None, con
         context=info.context if context is None else context,
         ring=ring,
         max_position=info.max_position,
+        support=support,
     )

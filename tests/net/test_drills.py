@@ -262,29 +262,29 @@ def test_the_engine_never_waits_for_a_first_endpoint_that_is_a_black_hole(two_li
     assert len(waiting) * SETTINGS.pace_ms > SETTINGS.connect_timeout_ms / 2
     assert max(record.own_ms for record in waiting) < BOUND_MS
     assert reports[-1].connected_to == SECOND
-    assert sum(report.counters.get("connect_failures", 0) for report in reports) == 1
+    # It is looked at since, too, beside the rounds.
+    assert sum(report.counters.get("connect_failures", 0) for report in reports) >= 1
     assert sum(record.wrong for record in records) == 0
     assert next(record.outcome for record in records if record.epoch) == OK
 
 
-def test_the_second_endpoint_takes_over_in_service_and_the_first_when_the_second_ends(
-    two_links: tuple[Lab, Link],
-) -> None:
-    lab, link = two_links
+def test_the_second_endpoint_takes_over_in_service_until_the_first_is_back(two_links: tuple[Lab, Link]) -> None:
+    lab, _ = two_links
     lab.start_engine()
     assert lab.wait_steady()[-1].connected_to == SETTINGS.endpoints
     lab.link.cut()
     reports = lab.wait_for("at the second", lambda reports: reports[-1].connected_to == SECOND, 10)
     reports += lab.wait_steady()
     lab.link.heal()
-    # The first one is back, and the engine stays where it is.
-    assert lab.wait_steady()[-1].connected_to == SECOND
-    link.cut()
-    reports += lab.wait_for("at the first", lambda reports: reports[-1].connected_to == SETTINGS.endpoints, 10)
-    reports += lab.wait_steady()
-    records = [record for report in reports for record in report.records]
+    back = lab.wait_for("at the first", lambda reports: reports[-1].connected_to == SETTINGS.endpoints, 10)
+    back += lab.wait_steady()
+    lost = [(record.reason, record.own_ms) for report in back for record in report.records if record.outcome != OK]
+    assert lost == [], "no round was lost by the return"
+    records = [record for report in reports + back for record in report.records]
     assert sum(record.wrong for record in records) == 0
     assert max(record.own_ms for record in records) <= SETTINGS.timeout_ms + BOUND_MS
+    # While the first one was a black hole the looks at it cost the rounds nothing; three were silent before.
+    assert sum(record.reason == "timeout" for record in records) == 3
 
 
 def test_ADDR_a_name_whose_first_address_is_a_black_hole(tmp_path: Path) -> None:

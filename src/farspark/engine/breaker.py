@@ -28,6 +28,7 @@ class Event(enum.Enum):
     LIMIT = "limit"  # a failure that reaches `trip` in a row
     RELAPSE = "relapse"  # the same, soon after a recovery
     COOLED = "cooled"  # the cool-down's rounds have stayed at home
+    MOVED = "moved"  # another worker takes the place of the one that all this was about
 
 
 class Wait(enum.Enum):
@@ -45,6 +46,7 @@ TRANSITIONS: Final[Mapping[State, Mapping[Event, tuple[State, Wait]]]] = {
         Event.LIMIT: (State.OPEN, Wait.FIRST),
         Event.RELAPSE: (State.OPEN, Wait.LONGER),
         Event.COOLED: (State.CLOSED, Wait.SAME),
+        Event.MOVED: (State.CLOSED, Wait.SAME),
     },
     # A late success says nothing about the next round: only a probe closes.
     State.OPEN: {
@@ -53,6 +55,7 @@ TRANSITIONS: Final[Mapping[State, Mapping[Event, tuple[State, Wait]]]] = {
         Event.LIMIT: (State.OPEN, Wait.SAME),
         Event.RELAPSE: (State.OPEN, Wait.SAME),
         Event.COOLED: (State.HALF_OPEN, Wait.SAME),
+        Event.MOVED: (State.HALF_OPEN, Wait.SAME),  # what the other one failed says nothing about this one
     },
     State.HALF_OPEN: {
         Event.SUCCESS: (State.CLOSED, Wait.SAME),
@@ -60,6 +63,7 @@ TRANSITIONS: Final[Mapping[State, Mapping[Event, tuple[State, Wait]]]] = {
         Event.LIMIT: (State.OPEN, Wait.LONGER),
         Event.RELAPSE: (State.OPEN, Wait.LONGER),
         Event.COOLED: (State.HALF_OPEN, Wait.SAME),
+        Event.MOVED: (State.HALF_OPEN, Wait.SAME),
     },
 }
 
@@ -104,6 +108,11 @@ class Breaker:
         reached = self._trip > 0 and self.failures_in_a_row >= self._trip
         limit = Event.RELAPSE if self.on_trial else Event.LIMIT
         self._move(limit if reached else Event.FAILURE)
+
+    def moved(self) -> None:
+        """The next round goes to another worker than the last one did."""
+        self.failures_in_a_row = 0
+        self._move(Event.MOVED)
 
     def _move(self, event: Event) -> None:
         before = self.state

@@ -2,31 +2,58 @@
 
 Two threads. The engine thread takes the connection that is ready, exchanges one STEP under a deadline, and never connects.
 The connector thread connects, has both sides prove themselves where there is a token, says HELLO, and hands over a finished
-`Connection`; it sleeps while one is in use. They share one reference, `_connection`, guarded by `_handover`.
+`Connection`. While one is in use it looks after it: it says PING where nothing else is said, and makes a connection beside
+it where a preferred worker is back or this one is about to go. What it hands over then takes effect with the next round;
+the round at hand ends where it began. They share the references `_connection` and `_leaving`, guarded by `_handover`.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
+import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from farspark.clock import Clock, Deadline
 from farspark.engine.config import TOKEN_FILE
+from farspark.engine.route import Loss, Route
 from farspark.errors import FarsparkError, ProtocolError, Refused, TransportError
+from farspark.native.round_calls import load_round_calls
 from farspark.stats import Stats
 from farspark.transport import Channel, Endpoint, Piece, exchange
 from farspark.transport import connect as connect_transport
 from farspark.wire import codec
 from farspark.wire.auth import EngineSide, authenticate, token_missing
-from farspark.wire.layout import MAX_REPLY_BYTES, NONCE_BYTES, VERSION, FrameStatus, Operation, StepFlag
-from farspark.wire.messages import Entry, Header, Hello, Judge, Judgement, StepReply, Welcome
+from farspark.wire.layout import (
+    MAX_REPLY_BYTES,
+    NONCE_BYTES,
+    VERSION,
+    FrameStatus,
+    HelloFlag,
+    Operation,
+    RequestStatus,
+    StepFlag,
+)
+from farspark.wire.messages import (
+    Entry,
+    EntryReply,
+    Header,
+    Hello,
+    Judge,
+    Judgement,
+    Sampling,
+    StepReply,
+    Welcome,
+)
 
 logger = logging.getLogger(__name__)
+
+_STATUSES = tuple(RequestStatus)
 
 Connect = Callable[[Endpoint, Deadline], Channel]
 Ask = Callable[[Operation, bytes], memoryview]
@@ -40,6 +67,17 @@ def _connect(endpoint: Endpoint, deadline: Deadline) -> Channel:
 # How long `close` waits for the connector thread; longer than any connect timeout that makes sense is not needed, the
 # thread is a daemon.
 _JOIN_S = 5.0
+# For BYE, which nobody waits for.
+_BYE_S: Final = 0.05
+# For a PING and its answer: a round that comes meanwhile waits for it.
+_PING_S: Final = 0.1
+# So many PINGs in a row without an answer, and the connection is given up.
+_SILENT_PINGS: Final = 3
+# Looks at whether something was said, in a lease: one finds out that nothing was, the next is the PING, and the worker wants
+# three of these.
+_LOOKS_PER_LEASE: Final = 6
+# When a connection that was replaced is closed where no round comes to do it. Longer than a round that began on it.
+_LEAVE_AFTER_S: Final = 1.0
 
 
 class ClientState(enum.Enum):
@@ -49,9 +87,40 @@ class ClientState(enum.Enum):
     CLOSED = "closed"
 
 
+class Event(enum.Enum):
+    CONNECTED = "connected"  # a connection is there to be handed over
+    LOST = "lost"  # the one in use
+    HOPELESS = "hopeless"
+    CLOSE = "close"
+
+
+TRANSITIONS: Final[Mapping[ClientState, Mapping[Event, ClientState]]] = {
+    ClientState.CONNECTING: {
+        Event.CONNECTED: ClientState.READY,
+        Event.LOST: ClientState.CONNECTING,
+        Event.HOPELESS: ClientState.DISABLED,
+        Event.CLOSE: ClientState.CLOSED,
+    },
+    ClientState.READY: {
+        Event.CONNECTED: ClientState.READY,  # it takes the place of the one in use
+        Event.LOST: ClientState.CONNECTING,
+        Event.HOPELESS: ClientState.DISABLED,
+        Event.CLOSE: ClientState.CLOSED,
+    },
+    # A connection that was made meanwhile is closed, not taken.
+    ClientState.DISABLED: {
+        Event.CONNECTED: ClientState.DISABLED,
+        Event.LOST: ClientState.DISABLED,
+        Event.HOPELESS: ClientState.DISABLED,
+        Event.CLOSE: ClientState.CLOSED,
+    },
+    ClientState.CLOSED: dict.fromkeys(Event, ClientState.CLOSED),
+}
+
+
 @dataclass(slots=True)
 class Connection:
-    """One session. Used by the engine thread only, once handed over."""
+    """One session. Used by the engine thread, once handed over; by the connector between two exchanges, with `turn` held."""
 
     epoch: int  # grows with every connection; what was sent under another epoch is void
     endpoint: Endpoint
@@ -59,6 +128,8 @@ class Connection:
     session: int
     welcome: Welcome
     sequence: int  # of the newest frame; HELLO's at first
+    is_draining: bool = False  # the worker is about to go
+    turn: threading.Lock = field(default_factory=threading.Lock, repr=False)  # held through an exchange
 
 
 class Client:
@@ -81,8 +152,10 @@ class Client:
         connect: Connect = _connect,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._hello = replace(hello, instance=secrets.randbits(64) or 1)
-        self._endpoints = tuple(endpoints)
+        # One for each endpoint: a session ends what the same endpoint still holds of an earlier one, and leaves that of another
+        # endpoint alone, should both lead to the same worker.
+        self._instances = {endpoint: secrets.randbits(64) or 1 for endpoint in endpoints}
+        self._hello = hello
         self._connect_timeout_s = connect_timeout_s
         self._backoff_s = backoff_s
         self._backoff_max_s = backoff_max_s
@@ -90,13 +163,26 @@ class Client:
         self._token = token
         self._token_setting = token_setting
         self._connect = connect
+        self._calls = load_round_calls()
         self._clock = clock
-        self._handover = threading.Condition()
+        self.serving: Endpoint | None = None  # the newest that a round went to; the engine thread's
+        self._handover = threading.Condition()  # guards what follows, up to the connector's own
         self._connection: Connection | None = None
+        self._leaving: Connection | None = None  # was replaced, and no round began on its successor yet
+        self._leave_at_s = math.inf
         self._state = ClientState.CONNECTING
-        self._epoch = 0
         self._why: str | None = None  # the newest failure, as a sentence
-        self._unfit: dict[Endpoint, str] = {}  # endpoints that can never serve this engine, and why; the connector's
+        self._route = Route(endpoints, first_s=backoff_s, longest_s=backoff_max_s)
+        self._pass_at_s = -math.inf  # when the endpoints are asked again, without a connection
+        self._delay_s = backoff_s  # between the next two passes
+        # The connector's own.
+        self._epoch = 0
+        self._last: Endpoint | None = None  # of the newest connection
+        self._lost: Endpoint | None = None  # whose worker may not know yet that its session is over
+        self._said: dict[Endpoint, str] = {}  # the newest failure of each that is in the log
+        self._watched: tuple[Connection, int] | None = None  # the connection in use, and its sequence at the last look
+        self._watch_at_s = math.inf
+        self._silent_pings = 0
         self._thread = threading.Thread(target=self._run, name="farspark-connector", daemon=True)
 
     def start(self) -> None:
@@ -122,6 +208,30 @@ class Client:
         """The connection to use for this round, or None: never waits."""
         return self._connection
 
+    @property
+    def leaving(self) -> Connection | None:
+        """The one that the next round need not go to any more, while it still can."""
+        return self._leaving
+
+    def holds(self, connection: Connection) -> bool:
+        """Whether a round that began on `connection` may end on it."""
+        return connection is self._connection or connection is self._leaving
+
+    def begin(self, connection: Connection) -> bool:
+        """The first round over `connection` begins: the one that it took the place of is left. Whether it leads to another
+        endpoint than the last one that rounds went to."""
+        with self._handover:
+            left = None if self._leaving is connection else self._take_leaving()
+        if left is not None:
+            self._say_bye(left)
+        last, self.serving = self.serving, connection.endpoint
+        return last is not None and last != connection.endpoint
+
+    def endpoints(self) -> dict[str, dict[str, Any]]:
+        """What the stats say of each endpoint, in order of preference."""
+        with self._handover:
+            return self._route.snapshot()
+
     def step(
         self,
         connection: Connection,
@@ -130,51 +240,108 @@ class Client:
         rows: Sequence[Piece],
         flags: StepFlag,
         deadline: Deadline,
+        sampling: Sequence[Sampling] = (),
     ) -> StepReply:
-        """One STEP and its reply. Replies to earlier steps are dropped and counted.
+        """One STEP and its reply, a sampled one with `sampling` [entries]. Replies to earlier steps are dropped and counted.
 
         Raises TimeoutError (the connection stays unless a part of the frame is out), TransportError, ProtocolError where
         the frames themselves are wrong (the connection is of no more use), and Refused.
         """
-        connection.sequence += 1
-        rows_bytes = sum([memoryview(piece).nbytes for piece in rows])
-        head = codec.encode_step_head(connection.session, connection.sequence, step_id, entries, rows_bytes, flags)
-        self._stats.add("bytes_sent", len(head) + rows_bytes)
-        session, sequence = connection.session, connection.sequence
-        frame = exchange(connection.channel, [head, *rows], deadline)
-        while True:
-            reply = codec.decode_answer(frame, session, sequence)
-            self._stats.add("bytes_received", len(frame))
-            if reply is not None:
-                return reply
-            payload = self._payload(frame, Operation.STEP, session, sequence)
-            if payload is not None:
-                return codec.decode_step_reply(payload)
-            frame = connection.channel.recv(deadline)
+        if not connection.turn.acquire(blocking=False):
+            _await_turn(connection, deadline)
+        try:
+            connection.sequence += 1
+            rows_bytes = sum([memoryview(piece).nbytes for piece in rows])
+            session, sequence, calls = connection.session, connection.sequence, self._calls
+            head = None
+            if calls is not None and not sampling:
+                head = calls.step_head(session, sequence, step_id, entries, rows_bytes, flags)
+            if head is None:
+                head = codec.encode_step_head(session, sequence, step_id, entries, rows_bytes, flags, sampling)
+            self._stats.add("bytes_sent", len(head) + rows_bytes)
+            frame = exchange(connection.channel, [head, *rows], deadline)
+            while True:
+                reply: StepReply | None = None
+                if calls is not None:
+                    reply = calls.read_answer(frame, session, sequence, StepReply, EntryReply, _STATUSES)
+                if reply is None:
+                    reply = codec.decode_answer(frame, session, sequence)
+                self._stats.add("bytes_received", len(frame))
+                if reply is not None:
+                    return reply
+                # A worker that is about to go comes here with every reply, since that is a flag of the header.
+                payload = self._payload(frame, Operation.STEP, session, sequence)
+                if payload is not None:
+                    return codec.decode_step_reply(payload)
+                frame = connection.channel.recv(deadline)
+        finally:
+            connection.turn.release()
 
     def judge(self, connection: Connection, judge: Judge, deadline: Deadline) -> Judgement:
         """What the worker's drafter thinks of other drafts for the newest STEP. Raises as `step` does."""
+        if not connection.turn.acquire(blocking=False):
+            _await_turn(connection, deadline)
+        try:
+            return codec.decode_judgement(self._ask(connection, Operation.JUDGE, codec.encode_judge(judge), deadline))
+        finally:
+            connection.turn.release()
+
+    def _ask(self, connection: Connection, operation: Operation, payload: bytes, deadline: Deadline) -> memoryview:
+        """A request and the payload of its reply, with the turn held. Raises as `step` does."""
         connection.sequence += 1
-        header = Header(Operation.JUDGE, connection.session, connection.sequence, 0)
-        frame = codec.encode_frame(header, codec.encode_judge(judge))
+        frame = codec.encode_frame(Header(operation, connection.session, connection.sequence, 0), payload)
         connection.channel.send([frame], deadline)
         self._stats.add("bytes_sent", len(frame))
-        payload = self._reply(connection.channel, Operation.JUDGE, connection.session, connection.sequence, deadline)
-        return codec.decode_judgement(payload)
+        return self._reply(connection.channel, operation, connection.session, connection.sequence, deadline)
 
-    def drop(self, connection: Connection, why: str) -> None:
+    def drop(self, connection: Connection, why: str, how: Loss = Loss.FAILED) -> None:
         """Give the connection up and have another made. Idempotent."""
         connection.channel.close()
         with self._handover:
+            if self._leaving is connection:
+                self._take_leaving()
             if self._connection is not connection:
                 return
-            self._connection = None
-            self._why = why
-            if self._state is ClientState.READY:
-                self._state = ClientState.CONNECTING
-                self._stats.add("disconnects")
-                logger.warning("farspark: connection to %s given up: %s", connection.endpoint, why)
-            self._handover.notify_all()
+            self._lose(why, Loss.DRAINED if connection.is_draining else how)
+
+    def _lose(self, why: str, how: Loss) -> None:
+        """The connection in use is of no more use. Requires the lock."""
+        connection, self._connection = self._connection, None
+        self._why = why
+        was_ready = self._state is ClientState.READY
+        self._move(Event.LOST)
+        self._route.lost(self._clock(), how)
+        self._pass_at_s, self._delay_s = -math.inf, self._backoff_s
+        if was_ready and connection is not None:
+            self._lost = connection.endpoint
+            self._stats.add("disconnects")
+            logger.warning("farspark: connection to %s given up: %s", connection.endpoint, why)
+        self._handover.notify_all()
+
+    def _move(self, event: Event) -> ClientState:
+        """Requires the lock."""
+        self._state = TRANSITIONS[self._state][event]
+        return self._state
+
+    def _take_leaving(self) -> Connection | None:
+        """Requires the lock."""
+        left, self._leaving = self._leaving, None
+        self._leave_at_s = math.inf
+        return left
+
+    def _say_bye(self, connection: Connection) -> None:
+        """Says that the session ends, if that costs nothing, and closes: never in the middle of an exchange."""
+        has_turn = connection.turn.acquire(timeout=_BYE_S)
+        try:
+            bye = Header(Operation.BYE, connection.session, connection.sequence + 1, 0)
+            if has_turn:
+                connection.channel.send([codec.encode_frame(bye)], Deadline.after(_BYE_S, self._clock))
+        except (TransportError, TimeoutError):
+            pass  # the worker frees the session when the connection ends
+        finally:
+            connection.channel.close()
+            if has_turn:
+                connection.turn.release()
 
     def disable(self, why: str) -> None:
         """No more rounds in this engine run. Only the first reason is said."""
@@ -183,25 +350,24 @@ class Client:
                 return
             logger.error("farspark: remote drafter disabled for this engine run: %s", why)
             connection, self._connection = self._connection, None
-            self._state = ClientState.DISABLED
+            left = self._take_leaving()
+            self._move(Event.HOPELESS)
             self._why = why
             self._handover.notify_all()
-        if connection is not None:
-            connection.channel.close()
+        for one in (left, connection):
+            if one is not None:
+                one.channel.close()
 
     def close(self) -> None:
         """Idempotent. Says BYE if that costs nothing, then ends the connector thread."""
         with self._handover:
             connection, self._connection = self._connection, None
-            self._state = ClientState.CLOSED
+            left = self._take_leaving()
+            self._move(Event.CLOSE)
             self._handover.notify_all()
-        if connection is not None:
-            bye = Header(Operation.BYE, connection.session, connection.sequence + 1, 0)
-            try:
-                connection.channel.send([codec.encode_frame(bye)], Deadline.after(0.05, self._clock))
-            except (TransportError, TimeoutError):
-                pass  # the worker frees the session when the connection ends
-            connection.channel.close()
+        for one in (left, connection):
+            if one is not None:
+                self._say_bye(one)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
             if self._thread.is_alive():
@@ -223,72 +389,183 @@ class Client:
             self.disable("internal error in the connector thread, see the log")
 
     def _keep_connected(self) -> None:
-        delay_s = self._backoff_s
-        while True:
-            with self._handover:
-                while self._state is ClientState.READY:
-                    self._handover.wait()
-                if self._state is not ClientState.CONNECTING:
-                    return
-            if self._try_endpoints():
-                delay_s = self._backoff_s
-                continue
-            with self._handover:
-                if self._state is ClientState.CONNECTING:
-                    self._handover.wait(delay_s)
-            delay_s = min(2 * delay_s, self._backoff_max_s)
+        while (duty := self._await_duty()) is not None:
+            duty()
+
+    def _await_duty(self) -> Callable[[], object] | None:
+        """What to do next, once it is time; None at the end."""
+        with self._handover:
+            while True:
+                now = self._clock()
+                at_s, duty = self._next_duty(now)
+                if duty is None or at_s <= now:
+                    return duty
+                self._handover.wait(None if at_s == math.inf else at_s - now)
+
+    def _next_duty(self, now: float) -> tuple[float, Callable[[], object] | None]:
+        """When to do what; None: there is no more to do. Requires the lock."""
+        if self._state is ClientState.CONNECTING:
+            return self._pass_at_s, self._try_endpoints
+        connection = self._connection
+        if self._state is not ClientState.READY or connection is None:
+            return now, None
+        if connection.is_draining:
+            return now, self._make_way
+        if self._watched is None or self._watched[0] is not connection:
+            self._watch(connection, now)
+        return min(
+            (self._leave_at_s, self._leave),
+            (self._route.next_look_s(), self._look_at_preferred),
+            (self._watch_at_s, self._keep_alive),
+            key=lambda one: one[0],
+        )
 
     def _try_endpoints(self) -> bool:
         """Connect to the first endpoint that takes us. True also once there is nothing left to try for."""
-        for endpoint in self._endpoints:
+        with self._handover:
+            endpoints = self._route.new_pass()
+        for endpoint in endpoints:
             if self._state is not ClientState.CONNECTING:
                 return True
-            if endpoint in self._unfit:
-                continue
-            deadline = Deadline.after(self._connect_timeout_s, self._clock)
-            try:
-                connection = self._greet(endpoint, deadline)
-            except Refused as refused:
-                self._stats.add("connect_failures")
-                if _is_final(refused.status):
-                    self._strike_off(endpoint, f"{endpoint}: {_status_name(refused.status)}: {refused}")
-                else:
-                    self._fail(endpoint, f"refused with {_status_name(refused.status)}: {refused}")
-            except (FarsparkError, TimeoutError) as error:
-                self._stats.add("connect_failures")
-                self._fail(endpoint, str(error) or type(error).__name__)
-            else:
+            connection = self._try(endpoint, self._lost)
+            if connection is not None:
                 self._publish(connection)
                 return True
-        return self._state is not ClientState.CONNECTING
+        with self._handover:
+            self._pass_at_s = self._clock() + self._delay_s
+            self._delay_s = min(2 * self._delay_s, self._backoff_max_s)
+            return self._state is not ClientState.CONNECTING
+
+    def _look_at_preferred(self) -> None:
+        """See whether a worker that is preferred to the one in use is back, and if so move to it."""
+        with self._handover:
+            due = self._route.due(self._clock())
+        for endpoint in due:
+            if self._state is not ClientState.READY:
+                return
+            connection = self._try(endpoint)
+            if connection is not None:
+                self._publish(connection)
+                return
+            with self._handover:
+                self._route.not_reached(endpoint, self._clock())
+
+    def _make_way(self) -> None:
+        """The worker in use is about to go: move to any other, or end the session if there is none."""
+        going = self._connection
+        with self._handover:
+            others = self._route.others
+        for endpoint in others:
+            if self._state is not ClientState.READY:
+                return
+            connection = self._try(endpoint)
+            if connection is not None:
+                self._publish(connection)
+                return
+        if going is None:
+            return
+        with self._handover:
+            if self._connection is going:
+                self._lose("the worker is about to go and no other takes its place", Loss.DRAINED)
+        self._say_bye(going)
+
+    def _leave(self) -> None:
+        """No round came since the move."""
+        with self._handover:
+            left = self._take_leaving()
+        if left is not None:
+            self._say_bye(left)
+
+    def _watch(self, connection: Connection, now: float) -> None:
+        lease_s = connection.welcome.lease_s
+        self._watched = connection, connection.sequence
+        self._watch_at_s = now + lease_s / _LOOKS_PER_LEASE if lease_s else math.inf
+
+    def _keep_alive(self) -> None:
+        """Say PING if nothing was said since the last look."""
+        assert self._watched is not None
+        connection, sequence = self._watched
+        if connection.sequence == sequence and connection.turn.acquire(blocking=False):
+            try:
+                self._ping(connection)
+            finally:
+                connection.turn.release()
+        else:
+            self._silent_pings = 0
+        self._watch(connection, self._clock())
+
+    def _ping(self, connection: Connection) -> None:
+        try:
+            self._ask(connection, Operation.PING, b"", Deadline.after(_PING_S, self._clock))
+        except TimeoutError:
+            self._silent_pings += 1
+            if connection.channel.is_closed or self._silent_pings >= _SILENT_PINGS:
+                self.drop(connection, f"no answer to {self._silent_pings} PINGs in a row")
+        except FarsparkError as error:
+            self.drop(connection, str(error))
+        else:
+            self._silent_pings = 0
+
+    def _try(self, endpoint: Endpoint, lost: Endpoint | None = None) -> Connection | None:
+        """A connection, or None: why is counted, and said if it is news. `lost` as of `_greet`."""
+        deadline = Deadline.after(self._connect_timeout_s, self._clock)
+        try:
+            return self._greet(endpoint, lost, deadline)
+        except Refused as refused:
+            self._stats.add("connect_failures")
+            if _is_final(refused.status):
+                self._strike_off(endpoint, f"{endpoint}: {_status_name(refused.status)}: {refused}")
+            else:
+                self._fail(endpoint, f"refused with {_status_name(refused.status)}: {refused}")
+        except (FarsparkError, TimeoutError) as error:
+            self._stats.add("connect_failures")
+            self._fail(endpoint, str(error) or type(error).__name__)
+        return None
 
     def _strike_off(self, endpoint: Endpoint, why: str) -> None:
         """It can never serve this engine; the remote is disabled once that is true of all."""
-        self._unfit[endpoint] = why
-        if all(one in self._unfit for one in self._endpoints):
-            self.disable("; ".join(self._unfit.values()))
+        with self._handover:
+            has_others = self._route.strike_off(endpoint, why)
+        if not has_others:
+            self.disable(self._route.why_none)
             return
         logger.error("farspark: not used any more in this engine run: %s", why)
-        self._why = why
+        if self._connection is None:
+            self._why = why
 
     def _fail(self, endpoint: Endpoint, why: str) -> None:
         message = f"{endpoint}: {why}"
-        if message != self._why:
+        if message != self._said.get(endpoint):
             logger.warning("farspark: worker not reached, %s", message)
-        self._why = message
+        self._said[endpoint] = message
+        if self._connection is None:
+            self._why = message
 
     def _publish(self, connection: Connection) -> None:
+        """Hand the connection over; in place of the one in use, if there is one, from the next round on."""
         with self._handover:
-            taken = self._state is ClientState.CONNECTING
+            taken = self._move(Event.CONNECTED) is ClientState.READY
+            before, stale = self._connection, None
             if taken:
                 self._connection = connection
-                self._state = ClientState.READY
                 self._why = None
+                if before is not None:
+                    stale = self._take_leaving()
+                    self._leaving, self._leave_at_s = before, self._clock() + _LEAVE_AFTER_S
+                    self._route.lost(self._clock(), Loss.DRAINED if before.is_draining else Loss.SESSION)
+                self._route.connected(connection.endpoint, self._clock())
+                self._delay_s = self._backoff_s
                 self._handover.notify_all()
+        if stale is not None:
+            self._say_bye(stale)
         if not taken:
             connection.channel.close()
             return
+        self._lost = None
+        self._silent_pings = 0
+        self._said.pop(connection.endpoint, None)
         self._stats.add("hellos")
+        self._say_where(connection, before)
         logger.info(
             "farspark: worker ready: %s (%s), session %016x, epoch %d, lane %s",
             connection.welcome.worker,
@@ -300,8 +577,35 @@ class Client:
         if connection.welcome.message:
             logger.warning("farspark: %s says: %s", connection.endpoint, connection.welcome.message)
 
-    def _greet(self, endpoint: Endpoint, deadline: Deadline) -> Connection:
+    def _say_where(self, connection: Connection, before: Connection | None) -> None:
+        """Count and log that the engine is served by another endpoint than it was."""
+        last, self._last = self._last, connection.endpoint
+        if last is None or last == connection.endpoint:
+            return
+        is_return = before is not None and not before.is_draining
+        self._stats.add("returns" if is_return else "failovers")
+        logger.info(
+            "farspark: drafts come from %s now, not from %s%s",
+            connection.endpoint,
+            last,
+            ", which is less preferred" if is_return else "",
+        )
+
+    def _note_draining(self, session: int) -> None:
+        """A reply said that its worker is about to go. Once for each connection; either thread, with the turn held."""
+        connection = self._connection
+        if connection is None or connection.session != session or connection.is_draining:
+            return
+        connection.is_draining = True
+        self._stats.add("drains")
+        logger.info("farspark: the worker at %s is about to go, another one is looked for", connection.endpoint)
+        with self._handover:
+            self._handover.notify_all()
+
+    def _greet(self, endpoint: Endpoint, lost: Endpoint | None, deadline: Deadline) -> Connection:
+        """`lost`: if that leads to the same worker, the session over it ends, too."""
         channel = self._connect(endpoint, deadline)
+        hello = replace(self._hello, instance=self._instances[endpoint])
         session = secrets.randbits(64) or 1
         sequence = 0
 
@@ -312,7 +616,13 @@ class Client:
             return self._reply(channel, operation, session, sequence, deadline)
 
         try:
-            welcome = self._say_hello(ask) if self._token is None else self._prove_and_say_hello(ask, self._token)
+            if self._token is None:
+                welcome = self._say_hello(ask, hello)
+            else:
+                welcome = self._prove_and_say_hello(ask, hello, self._token)
+            if lost is not None and lost != endpoint:
+                self._say_hello(ask, replace(hello, instance=self._instances[lost]))
+                welcome = self._say_hello(ask, hello)
             self._check_welcome(welcome)
         except BaseException:
             channel.close()
@@ -320,24 +630,24 @@ class Client:
         self._epoch += 1
         return Connection(self._epoch, endpoint, channel, session, welcome, sequence)
 
-    def _say_hello(self, ask: Ask) -> Welcome:
+    def _say_hello(self, ask: Ask, hello: Hello) -> Welcome:
         try:
-            return codec.decode_welcome(ask(Operation.HELLO, codec.encode_hello(self._hello)))
+            return codec.decode_welcome(ask(Operation.HELLO, codec.encode_hello(hello)))
         except Refused as refused:
             if refused.status == FrameStatus.AUTH and self._token is None:
                 raise token_missing(str(refused), self._token_setting) from refused
             raise
 
-    def _prove_and_say_hello(self, ask: Ask, token: bytes) -> Welcome:
+    def _prove_and_say_hello(self, ask: Ask, hello: Hello, token: bytes) -> Welcome:
         side = EngineSide(
             token,
-            identity=self._hello.identity,
-            markov_identity=self._hello.markov_identity,
+            identity=hello.identity,
+            markov_identity=hello.markov_identity,
             nonce=secrets.token_bytes(NONCE_BYTES),
             setting=self._token_setting,
         )
         authenticate(side, ask)
-        welcome = self._say_hello(ask)
+        welcome = self._say_hello(ask, hello)
         side.check_welcome(welcome.identity, welcome.markov_identity)
         return welcome
 
@@ -375,6 +685,13 @@ class Client:
                 hello.slots * (hello.num_drafts + 1),
                 welcome.max_rows,
             ),
+            (
+                FrameStatus.CONFIG,
+                not hello.flags & HelloFlag.SAMPLED or bool(welcome.flags & HelloFlag.SAMPLED),
+                "sampled drafts",
+                "wants them",
+                "does not grant them",
+            ),
         )
         for status, holds, what, ours, theirs in checks:
             if not holds:
@@ -398,6 +715,8 @@ class Client:
         if header.sequence < sequence and header.is_reply and header.session == session:
             self._stats.add("late_replies")
             return None
+        if header.is_reply and header.is_draining:
+            self._note_draining(header.session)
         if header.version != VERSION:
             raise Refused(FrameStatus.VERSION, f"protocol version: engine {VERSION}, worker {header.version}")
         if not header.is_reply or header.sequence != sequence or header.operation != operation:
@@ -410,6 +729,12 @@ class Client:
         if header.session != session:
             raise ProtocolError(f"reply of session {header.session:016x}, ours is {session:016x}")
         return payload
+
+
+def _await_turn(connection: Connection, deadline: Deadline) -> None:
+    """Raises TimeoutError."""
+    if not connection.turn.acquire(timeout=deadline.left_s()):
+        raise TimeoutError("the connector thread still waits for the answer to a PING")
 
 
 def _is_final(status: int) -> bool:

@@ -87,6 +87,11 @@ class Slots:
             return Send(state.ring_first, in_ring, _NEW_GEN | _RESYNC, from_ring=True)
         return Send(increment.first_pos, increment.n_rows, _NEW_GEN, from_ring=False)
 
+    def in_ring(self, slot: int) -> tuple[int, int]:
+        """The first position that the ring has of `slot`, and how many."""
+        state = self._slots[slot]
+        return state.ring_first, state.end - state.ring_first
+
     def settle(self, slot: int, status: RequestStatus, window_rows: int) -> None:
         """The worker answered for `slot`; after a partial window resend only if the ring has more to give."""
         state = self._slots[slot]

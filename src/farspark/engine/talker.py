@@ -61,8 +61,8 @@ class TalkerSpec:
 class Talker:
     """Owned by the thread that runs rounds, which starts and closes it; `details` may be called from any."""
 
-    def __init__(self, spec: TalkerSpec, ring: RingReader, stats: Stats) -> None:
-        """Raises ValueError where the depth policy does not fit the shape."""
+    def __init__(self, spec: TalkerSpec, ring: RingReader, stats: Stats, *, ring_lags: bool = False) -> None:
+        """`ring_lags` as of a `RemoteRound`. Raises ValueError where the depth policy does not fit the shape."""
         self.spec = spec
         self.stats = stats
         self.depth = DepthControl(
@@ -91,6 +91,7 @@ class Talker:
             want_margin=spec.want_margin,
             depth=self.depth,
             n_out=spec.n_out,
+            ring_lags=ring_lags,
         )
         self.capture: CaptureWriter | None = None
 
@@ -140,6 +141,7 @@ class Talker:
                 "context": connection.welcome.context if connection else None,
                 "last_failure": self.client.last_failure,
             },
+            "endpoints": self.client.endpoints(),
             "breaker": self.round.breaker.snapshot(),
             "last_bad_reply": self.round.last_bad_reply,
             "depth": self.depth.snapshot(),
