@@ -16,7 +16,18 @@ SRC = Path(__file__).parent.parent / "src" / "farspark"
 CORE = {"errors", "clock", "stats"}
 ENGINE_CORE = {
     f"engine.{name}"
-    for name in ("breaker", "config", "depth", "depth_control", "slots", "result", "shadow", "shape", "stats_file")
+    for name in (
+        "breaker",
+        "config",
+        "depth",
+        "depth_control",
+        "draws",
+        "slots",
+        "result",
+        "shadow",
+        "shape",
+        "stats_file",
+    )
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "": set(),
@@ -28,7 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "wire": {"errors", "wire"},
     "native": {"errors", "native"},
     "transport": {"errors", "clock", "transport"},
-    "transport.ucx": {"errors", "clock", "transport", "native.build", "native.ucx"},
+    "transport.tcp": {"errors", "clock", "transport", "native.round_calls"},
+    "transport.ucx": {"errors", "clock", "transport", "native.build", "native.round_calls", "native.ucx"},
     "engine": set(),
     "engine.config": {"errors", "token_file", "transport.endpoint", "engine.depth"},
     "engine.depth": set(),
@@ -36,12 +48,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.launch": {"errors", "engine.config"},
     "engine.breaker": set(),
     "engine.slots": CORE | {"wire"},
+    "engine.draws": {"wire"},
     "engine.result": CORE | {"wire"},
     "engine.shadow": CORE | {"wire"},
     "engine.shape": CORE | {"wire"},
     "engine.stats_file": CORE,
-    "engine.client": CORE | {"wire", "transport", "engine.config"},
-    "engine.round": CORE | {"wire", "engine.client"} | ENGINE_CORE,
+    "engine.route": {"transport.endpoint"},
+    "engine.client": CORE | {"native.round_calls", "wire", "transport", "engine.config", "engine.route"},
+    "engine.round": CORE | {"native.round_calls", "wire", "engine.client", "engine.route"} | ENGINE_CORE,
     "engine.capture": CORE | ENGINE_CORE | {"wire", "engine.round"},
     "engine.replay": CORE | ENGINE_CORE | {"wire", "transport", "engine.capture", "engine.client", "engine.round"},
     "engine.gather": CORE | ENGINE_CORE | {"engine.gather", "engine.round"},
@@ -53,9 +67,24 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.handoff.proxy": CORE | ENGINE_CORE | {"native", "engine.handoff.region", "engine.round", "engine.talker"},
     "engine.handoff.child": CORE | {"native", "engine.handoff.proxy", "engine.handoff.region", "engine.talker"},
     "engine.handoff.thread": CORE
-    | {"native", "engine.handoff.gate", "engine.handoff.proxy", "engine.handoff.region", "engine.talker"},
+    | {
+        "native",
+        "engine.config",
+        "engine.handoff.gate",
+        "engine.handoff.proxy",
+        "engine.handoff.region",
+        "engine.talker",
+    },
     "engine.handoff.process": CORE
-    | {"native", "engine.handoff.child", "engine.handoff.gate", "engine.handoff.region", "engine.talker", ""},
+    | {
+        "native",
+        "engine.config",
+        "engine.handoff.child",
+        "engine.handoff.gate",
+        "engine.handoff.region",
+        "engine.talker",
+        "",
+    },
     "engine.vllm": CORE
     | ENGINE_CORE
     | {
@@ -73,8 +102,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": set(),
     "worker.config": CORE | {"transport.endpoint", "wire.layout"},
     "worker.batch": set(),
-    "worker.session": CORE | {"wire", "worker.batch"},
-    "worker.server": CORE | {"wire", "transport", "worker.config", "worker.batch", "worker.session"},
+    "worker.session": CORE | {"native.round_calls", "wire", "worker.batch"},
+    "worker.turns": {"worker.batch", "worker.session"},
+    "worker.server": CORE
+    | {"native.round_calls", "wire", "transport", "worker.config", "worker.batch", "worker.session", "worker.turns"},
     "worker.checkpoint": CORE | {"worker.batch", "worker.checkpoint"},
     "worker.context": CORE | {"worker.batch"},
     "worker.device": CORE | {"worker.context", "worker.graphs", "worker.models", "worker.ring_attention"},
@@ -139,7 +170,9 @@ ONLY_IN: dict[str, set[str]] = {
         "engine.capture",
         "engine.client",
         "engine.handoff",
+        "engine.stats_file",
         "worker.server",
+        "worker.turns",
         "mock.relay",
         "check.run",
         "cli",

@@ -21,6 +21,35 @@ def read(**settings: str) -> EngineConfig:
     return config
 
 
+@pytest.mark.parametrize(
+    ("rank", "order", "files"),
+    [
+        (0, "abc", ("stats.json", "rounds")),
+        (1, "bca", ("stats-dp1.json", "rounds-dp1")),
+        (2, "cab", ("stats-dp2.json", "rounds-dp2")),
+        (4, "bca", ("stats-dp4.json", "rounds-dp4")),
+    ],
+)
+def test_data_parallel_ranks_are_spread_over_the_endpoints_and_write_files_of_their_own(
+    rank: int, order: str, files: tuple[str, str], tmp_path: Path
+) -> None:
+    config = read_config(
+        BASE
+        | {
+            R: "tcp://a:1,tcp://b:1,tcp://c:1",
+            f"{R}_STATS_FILE": str(tmp_path / "stats.json"),
+            f"{R}_CAPTURE": str(tmp_path / "rounds"),
+        }
+    )
+    assert config is not None
+    mine = config.for_dp_rank(rank)
+    assert "".join(one.host for one in mine.endpoints) == order
+    assert mine.capture is not None
+    assert (mine.stats_file.name, mine.capture.name) == files
+    assert mine.stats_file.parent == mine.capture.parent == tmp_path
+    assert read().for_dp_rank(3).endpoints == read().endpoints
+
+
 @pytest.mark.parametrize("value", ["", "   "])
 def test_without_an_endpoint_farspark_is_inert_whatever_else_is_set(value: str) -> None:
     assert read_config({R: value, f"{R}_NONSENSE": "1"}) is None
@@ -442,3 +471,47 @@ def test_the_directory_of_ucx_holds_for_endpoints_over_ucx_only(tmp_path: Path) 
     for wrong in (f"{tmp_path}/absent", "lib"):
         with pytest.raises(ConfigError, match=rf"{R}_UCX_DIR='{wrong}': expected an absolute path"):
             read_config(BASE | {R: "ucx://a:1", f"{R}_UCX_DIR": wrong})
+
+
+SAMPLED = "VLLM_DSPARK_SAMPLED_TOP32"
+REPLACES = {f"{R}_POLICY": "capacity", SAMPLED: "1"}
+
+
+def test_sampled_drafts_are_off_unless_asked_for() -> None:
+    assert not read(POLICY="capacity").sampled
+    for policy in ("capacity", "resilience"):
+        config = read_config(BASE | REPLACES | {f"{R}_POLICY": policy, "VLLM_DSPARK_DEPTH_POLICY": "fixed:2"})
+        assert config is not None
+        assert config.sampled
+    config = read_config(BASE | REPLACES | {f"{R}_ASYNC": "1"})
+    assert config is not None
+    assert config.sampled
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({SAMPLED: "perhaps"}, f"^{SAMPLED}='perhaps': expected 1/true/on/yes or 0/false/off/no$"),
+        ({f"{R}_POLICY": "shadow"}, f"^{SAMPLED}=1 contradicts {R}_POLICY=shadow: .* then set it with capacity"),
+        (
+            {
+                "VLLM_DSPARK_DEPTH_POLICY": "conf",
+                f"{R}_DRAFT_MS": "1",
+                f"{R}_ROUND_MS": "8,8,8",
+            },
+            f"^{SAMPLED}=1 contradicts VLLM_DSPARK_DEPTH_POLICY=conf: .* off or fixed:<d>",
+        ),
+        (
+            {"VLLM_DSPARK_DEPTH_FILE": "/run/depth", f"{R}_DRAFT_MS": "1", f"{R}_ROUND_MS": "8,8,8"},
+            f"^{SAMPLED}=1 contradicts VLLM_DSPARK_DEPTH_FILE='/run/depth': .* or unset it$",
+        ),
+    ],
+)
+def test_what_sampled_drafts_contradict_is_refused_with_the_remedy(settings: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_config(BASE | REPLACES | settings)
+
+
+def test_sampled_drafts_are_not_recorded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^{SAMPLED}=1 contradicts {R}_CAPTURE='.*': .* Record without it$"):
+        read_config(BASE | REPLACES | {f"{R}_CAPTURE": str(tmp_path / "rounds")})

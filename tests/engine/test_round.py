@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.fakes.engine_world import CONTEXT, INFO, SLOTS, Row, World
 from farspark.engine.result import RoundOutcome
 from farspark.engine.round import SILENT_STEPS, find_fault, find_fault_of_judgement
 from farspark.wire.layout import EntryFlag, RequestStatus
-from farspark.wire.messages import Entry, EntryReply, Judge, Judgement, StepReply
+from farspark.wire.messages import Entry, EntryReply, Judge, Judgement, SampledDrafts, StepReply
 
 
 def good(world: World, *rows: Row) -> None:
@@ -252,6 +253,16 @@ def reply(tokens: list[int], confidences: list[float], status: RequestStatus = R
 
 def fault_of(answer: StepReply, *, want_margins: bool = False) -> str | None:
     return find_fault(answer, [ENTRY], step_id=7, num_drafts=3, vocab_size=10, context=8, want_margins=want_margins)
+
+
+def test_probabilities_that_nobody_asked_for_are_a_fault_and_so_are_missing_ones() -> None:
+    answer = reply([1, 9, 0], [0.0, 1.0, 0.0])
+    nothing = memoryview(bytes(4)).cast("i")
+    unasked = answer._replace(sampled=SampledDrafts(nothing, nothing, nothing))
+    assert fault_of(unasked) == "probabilities sent unasked"
+    asked: dict[str, Any] = {"step_id": 7, "num_drafts": 3, "vocab_size": 10, "context": 8, "want_margins": False}
+    assert find_fault(unasked, [ENTRY], **asked, want_sampled=True) is None
+    assert find_fault(answer, [ENTRY], **asked, want_sampled=True) == "probabilities missing"
 
 
 def test_a_right_reply_has_no_fault() -> None:

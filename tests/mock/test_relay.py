@@ -23,7 +23,7 @@ from farspark.mock.relay import MockWorker
 from farspark.probe.peer import Peer
 from farspark.stats import Stats
 from farspark.transport import connect, parse_endpoint
-from farspark.wire.layout import Operation
+from farspark.wire.layout import SUPPORT_IDS, Operation
 from farspark.wire.messages import Hello
 
 ANY_PORT = parse_endpoint("tcp://127.0.0.1:0")
@@ -145,8 +145,84 @@ def test_FRAMING_ID_RANGE_HALF_OPEN_every_fault_fails_its_round_in_time_and_is_c
         assert world.worker.faults == 1
 
 
+# Of one of two requests: its drafts are dropped, the other one's stand.
+REFUSALS = [
+    ("q", "position 0: a probability is not finite or below 0"),
+    ("q:-0.5", "position 0: a probability is not finite or below 0"),
+    ("q:inf", "position 0: a probability is not finite or below 0"),
+    ("q:1.01", "position 0: q does not sum to 1"),
+    ("q:0", "position 0: q does not sum to 1"),
+    ("support:V", "position 0: an id of its support is outside 0 .. 999"),
+    ("support:-1", "position 0: an id of its support is outside 0 .. 999"),
+    ("unsampled", "temperature 0.7, but the drafts are greedy"),
+    ("undrawn", "position 0: the draft is not in its support"),
+]
+
+
+def two_requests(world: MockWorld) -> tuple[Row, Row]:
+    greedy, drawn = world.by_slot.get(0) or world.admit(0), world.by_slot.get(1) or world.admit(1)
+    return Row(greedy, 1, sampled=True), Row(drawn, 1, sampled=True, temperature=0.7, seed=-3)
+
+
+@pytest.mark.parametrize(("fault", "reason"), REFUSALS, ids=[fault for fault, _ in REFUSALS])
+def test_a_request_whose_probabilities_cannot_be_has_its_drafts_dropped_alone(fault: str, reason: str) -> None:
+    with MockWorld(fault=fault, support=SUPPORT_IDS, timeout_s=5) as world:
+        for count in (1, 2):
+            assert world.step(*two_requests(world)) is RoundOutcome.SOME_FAILED
+            assert world.result.ok[:2].tolist() == [1, 0]
+            assert world.result.sampled.max() == world.result.q.max() == world.result.tokens[1].max() == 0
+            # Nothing of it is verified, and neither is anything of it drafted anew.
+            assert world.result.depths[:2].tolist() == [5, 0]
+            assert world.stats.count("sampled_refused") == world.stats.count("undrafted_dropped") == count
+            assert world.round.last_bad_reply == f"slot 1: {reason}"
+        assert world.stats.count("sampled_requests") == world.stats.count("fallback_bad_reply") == 0
+        # The worker holds what it should all the same.
+        assert world.stats.count("resync_rounds") == 0
+
+
+def test_an_id_twice_in_a_support_is_refused() -> None:
+    with MockWorld(support=SUPPORT_IDS, timeout_s=5) as world:
+        rows = two_requests(world)
+        assert world.step(*rows) is RoundOutcome.OK
+        first = int(world.result.support_ids[1, 0, 0])
+    with MockWorld(fault=f"support:{first}", support=SUPPORT_IDS, timeout_s=5) as world:
+        assert world.step(*two_requests(world)) is RoundOutcome.SOME_FAILED
+        assert world.round.last_bad_reply == "slot 1: position 0: an id is twice in its support"
+
+
+def test_a_sampled_answer_without_its_probabilities_fails_the_round() -> None:
+    with MockWorld(fault="no-probabilities", support=SUPPORT_IDS, timeout_s=5) as world:
+        assert world.step(*two_requests(world)) is RoundOutcome.FAILED
+        assert world.stats.count("fallback_bad_reply") == 1
+        assert world.round.last_bad_reply == "probabilities missing"
+
+
+def test_sampled_drafts_come_with_what_they_were_drawn_from() -> None:
+    with MockWorld(support=SUPPORT_IDS, timeout_s=5) as world:
+        for _ in range(2):
+            assert world.step(*two_requests(world)) is RoundOutcome.OK
+            assert world.result.ok[:2].tolist() == [1, 1]
+            assert world.result.sampled[:2].tolist() == [0, 1]
+            assert world.result.support_ids[1, :, 0].tolist() == world.result.tokens[1].tolist()
+            assert world.result.q[1].sum(axis=-1).tolist() == [1.0] * 5
+            assert not world.result.q[0].any()
+        assert world.stats.count("sampled_requests") == world.stats.count("rounds_sampled") == 2
+
+
+def test_a_round_of_greedy_requests_is_as_it_is_without_sampling() -> None:
+    sent = []
+    for support in (0, SUPPORT_IDS):
+        with MockWorld(support=support, timeout_s=5) as world:
+            for _ in range(3):
+                assert world.timed()[0] is RoundOutcome.OK
+            sent.append((world.stats.count("bytes_sent"), world.stats.count("bytes_received")))
+            assert world.stats.count("rounds_sampled") == 0
+    assert sent[0] == sent[1]
+
+
 def test_every_kind_of_fault_is_tried() -> None:
-    assert {fault.partition(":")[0] for fault, _, _ in FAILURES} == {kind.name for kind in KINDS}
+    tried = {fault.partition(":")[0] for fault, *_ in (*FAILURES, *REFUSALS)}
+    assert tried | {"no-probabilities"} == {kind.name for kind in KINDS}
 
 
 # `half` takes more than a round, see below; statuses 3 and `version` are final by design.

@@ -40,6 +40,7 @@ LOCAL_PREFIX: Final = "VLLM_DSPARK"
 PP_PREFIX: Final = "VLLM_DSPARK_PP"
 MARKOV_CACHE: Final = "VLLM_DSPARK_MARKOV_CACHE"
 TOKEN_FILE: Final = f"{PREFIX}_TOKEN_FILE"
+SAMPLED: Final = "VLLM_DSPARK_SAMPLED_TOP32"
 
 _TRUE: Final = frozenset({"1", "true", "on", "yes"})
 _FALSE: Final = frozenset({"0", "false", "off", "no"})
@@ -109,6 +110,14 @@ class AsyncSettings:
     library: Path | None  # of the native helper; None: packaged, cached or compiled
     loads_modules_eagerly: bool  # CUDA_MODULE_LOADING=EAGER
 
+    @property
+    def spin_ns(self) -> int:
+        return round(self.spin_us * 1000)
+
+    @property
+    def nap_ns(self) -> int:
+        return round(self.nap_us * 1000)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -144,6 +153,20 @@ class EngineConfig:
     capture: Path | None  # None: rounds are not recorded
     capture_bytes: int  # the capture stops there
     asynchronous: AsyncSettings | None  # None: the engine thread runs every round
+    sampled: bool = False  # drafts of requests with a temperature are drawn, and verified by what they were drawn from
+
+    def for_dp_rank(self, rank: int) -> EngineConfig:
+        """The same for the data-parallel rank `rank`: with several endpoints it begins at another one, and goes on from there in
+        their order, round; it writes files of its own."""
+        if rank == 0:
+            return self
+        first = rank % len(self.endpoints)
+        return dataclasses.replace(
+            self,
+            endpoints=self.endpoints[first:] + self.endpoints[:first],
+            stats_file=_of_rank(self.stats_file, rank),
+            capture=None if self.capture is None else _of_rank(self.capture, rank),
+        )
 
     def context_and_ring(self, window: int | None, max_model_len: int) -> tuple[int, int]:
         """Rows the drafter may see and rows the ring holds, for a drafter with sliding `window` (None: full attention)."""
@@ -188,6 +211,10 @@ class _Setting:
     @property
     def name(self) -> str:
         return self.prefix + self.suffix
+
+
+def _of_rank(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.stem}-dp{rank}{path.suffix}")
 
 
 def _boolean(text: str) -> bool:
@@ -304,6 +331,7 @@ DEPTH_SETTINGS: Final[tuple[_Setting, ...]] = (
     _Setting("_DEPTH_FILE", Path, "a path", prefix=LOCAL_PREFIX),
     _Setting("_DRAFT_MS", _at_least(0), "one finite number of milliseconds, 0 or more", prefix=LOCAL_PREFIX),
     _Setting("_ROUND_MS", parse_ms_by_depth, _MS_BY_DEPTH, prefix=LOCAL_PREFIX, explains=True),
+    _Setting("_SAMPLED_TOP32", _boolean, _BOOLEAN, False, prefix=LOCAL_PREFIX),
 )
 
 # The pipeline-parallel token transport, for whichever drafter; works without an endpoint.
@@ -412,6 +440,8 @@ def read_config(environ: Mapping[str, str] | None = None) -> EngineConfig | None
     is_shadow = policy is Policy.SHADOW
     if not is_shadow:
         _check_costs(policy, depth["_DEPTH_POLICY"], depth["_DEPTH_FILE"], values)
+    if depth["_SAMPLED_TOP32"]:
+        _check_sampled(policy, depth["_DEPTH_POLICY"], depth["_DEPTH_FILE"], capture)
     costs = depth if is_shadow else values
     want_margin = values["_WANT_MARGIN"]
     return EngineConfig(
@@ -445,6 +475,7 @@ def read_config(environ: Mapping[str, str] | None = None) -> EngineConfig | None
         capture=capture,
         capture_bytes=values["_CAPTURE_MIB"] << 20,
         asynchronous=_asynchronous(policy, values, environ),
+        sampled=depth["_SAMPLED_TOP32"],
     )
 
 
@@ -485,6 +516,31 @@ def _asynchronous(policy: Policy, values: Mapping[str, Any], environ: Mapping[st
         library=library,
         loads_modules_eagerly=environ.get("CUDA_MODULE_LOADING", "").strip().upper() == "EAGER",
     )
+
+
+def _check_sampled(policy: Policy, depth: DepthPolicy, file: Path | None, capture: Path | None) -> None:
+    """Raises ConfigError for what sampled drafts contradict."""
+    refusals = (
+        (
+            policy is Policy.SHADOW,
+            f"contradicts {PREFIX}_POLICY=shadow: two drafters that draw make different drafts by right, so there is nothing to "
+            "compare. Prove parity in shadow without it, then set it with capacity or resilience",
+        ),
+        (
+            depth.mode.masks or file is not None,
+            f"contradicts {f'{POLICY}={depth}' if depth.mode.masks else f'{FILE}={str(file)!r}'}: the confidence of a drawn "
+            "draft depends on the draws before it, so a depth chosen by all of them would favour some tokens over others, and "
+            f"the text would not be the target's own any more. Set {POLICY} to off or fixed:<d> and no {FILE}, or unset it",
+        ),
+        (
+            capture is not None,
+            f"contradicts {PREFIX}_CAPTURE={str(capture)!r}: a recording has no probabilities, and a replay could not tell a "
+            "draw from a fault. Record without it",
+        ),
+    )
+    for holds, why in refusals:
+        if holds:
+            raise ConfigError(f"{SAMPLED}=1 {why}")
 
 
 def _value(setting: _Setting, environ: Mapping[str, str]) -> Any:

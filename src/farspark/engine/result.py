@@ -1,7 +1,8 @@
 """The packed result of a round: one int32 buffer, the same on every rank, broadcast in one piece.
 
-`[outcome, n, ok[M], depth[M], tokens[M * N], confidence bits[M * N]]`, M = slots, N = drafts. A row that is not ok holds
-token 0 with confidence 0: a legal id, because whatever stands here reaches an embedding.
+`[outcome, n, ok[M], depth[M], tokens[M * N], confidence bits[M * N]]`, M = slots, N = drafts; where drafts are sampled also
+`[sampled[M], support ids[M * N * S], q bits[M * N * S]]`, S = ids per draft. A row that is not ok holds token 0 with confidence
+0: a legal id, because whatever stands here reaches an embedding.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class ResultLayout:
 
     max_requests: int  # M
     num_drafts: int  # N
+    support: int = 0  # S; 0: drafts are not sampled
 
     @property
     def ok(self) -> slice:
@@ -48,8 +50,23 @@ class ResultLayout:
         return slice(start, start + self.max_requests * self.num_drafts)
 
     @property
+    def sampled(self) -> slice:
+        start = self.confidences.stop
+        return slice(start, start + (self.max_requests if self.support else 0))
+
+    @property
+    def support_ids(self) -> slice:
+        start = self.sampled.stop
+        return slice(start, start + self.max_requests * self.num_drafts * self.support)
+
+    @property
+    def q(self) -> slice:
+        start = self.support_ids.stop
+        return slice(start, start + self.max_requests * self.num_drafts * self.support)
+
+    @property
     def size(self) -> int:
-        return int(self.confidences.stop)
+        return int(self.q.stop)
 
 
 class PackedResult:
@@ -64,6 +81,10 @@ class PackedResult:
         self.depths = buffer[layout.depths]  # [M], how many of the drafts to verify
         self.tokens = buffer[layout.tokens].reshape(shape)  # [M, N]
         self.confidences = buffer[layout.confidences].view(np.float32).reshape(shape)  # [M, N]
+        # The next three are empty where drafts are not sampled.
+        self.sampled = buffer[layout.sampled]  # [M], 1: the drafts were drawn from q
+        self.support_ids = buffer[layout.support_ids].reshape(*shape, layout.support)  # [M, N, S]
+        self.q = buffer[layout.q].view(np.float32).reshape(*shape, layout.support)  # [M, N, S]
         # The same places for `put`: for so few values numpy's own views cost more than the copies do.
         self._ok = self.ok.data
         self._tokens = buffer[layout.tokens].data

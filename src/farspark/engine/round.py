@@ -23,25 +23,42 @@ from farspark.engine.breaker import Breaker, State
 from farspark.engine.client import Client, ClientState, Connection
 from farspark.engine.depth import NOut
 from farspark.engine.depth_control import DepthControl
+from farspark.engine.draws import find_faults_of_draws, how_to_sample
 from farspark.engine.result import PackedResult, RoundOutcome
+from farspark.engine.route import Loss
 from farspark.engine.shadow import JudgedChains
 from farspark.engine.shape import ModelShape
 from farspark.engine.slots import Increment, Send, Slots
 from farspark.errors import ProtocolError, Refused, TransportError
+from farspark.native.round_calls import ready_round_calls
 from farspark.stats import Stats
 from farspark.wire.layout import EntryFlag, FrameStatus, RequestStatus, StepFlag
-from farspark.wire.messages import Entry, Judge, Judgement, StepReply
+from farspark.wire.messages import Entry, Judge, Judgement, Sampling, StepReply
 
 logger = logging.getLogger(__name__)
 
 
 class MetaColumn(enum.IntEnum):
-    """Columns of the gather's metadata, int32 `[n, 4]`. Positions and counts are those of the step, untrimmed."""
+    """Columns of the gather's metadata, int32 `[n, 4]`, or more: see `SamplingColumn`. Positions and counts are those of the
+    step, untrimmed."""
 
     START_POS = 0  # of the first valid row
     VALID_ROWS = 1  # rows that are not rejected
     ANCHOR_TOKEN = 2
     SAMPLED = 3  # 1: the step sampled a token, so a draft is wanted; 0: an unfinished prefill chunk
+
+
+class SamplingColumn(enum.IntEnum):
+    """Three more columns of it where drafts are sampled."""
+
+    TEMPERATURE = 4  # the bits of a float32
+    SEED_LOW = 5
+    SEED_HIGH = 6
+
+
+def meta_columns(*, is_sampled: bool) -> int:
+    """How many columns the metadata has."""
+    return len(MetaColumn) + (len(SamplingColumn) if is_sampled else 0)
 
 
 class Phase(enum.Enum):
@@ -63,7 +80,7 @@ class RoundInput:
     """One step, in batch order."""
 
     requests: Sequence[RoundRequest]
-    meta: npt.NDArray[np.int32]  # [n, 4], see MetaColumn
+    meta: npt.NDArray[np.int32]  # [n, 4], see MetaColumn; [n, 7] where drafts are sampled, see SamplingColumn
     rows: memoryview  # packed: request after request, the newest min(valid rows, context) rows each
     phase: Phase
 
@@ -139,6 +156,13 @@ class _Row(NamedTuple):
 _make_row: Final[Callable[[Iterable[int]], _Row]] = _Row._make
 
 
+def _rows(meta: npt.NDArray[np.int32]) -> list[_Row]:
+    rows = meta.tolist()
+    if meta.shape[1] == len(MetaColumn):
+        return [_make_row(row) for row in rows]
+    return [_make_row(row[: len(MetaColumn)]) for row in rows]
+
+
 class _Exchange(NamedTuple):
     """A STEP that went out: what is counted of it once the result is delivered."""
 
@@ -184,6 +208,7 @@ class RemoteRound:
         depth: DepthControl | None = None,  # None: every draft is verified
         n_out: NOut | None = None,  # None: every position is asked for
         clock: Clock = time.monotonic,
+        ring_lags: bool = False,  # a window comes with a later round than the one that asks for it
     ) -> None:
         self.slots = Slots(shape.slots, ring=shape.ring, context=shape.context)
         self.last_bad_reply: str | None = None
@@ -194,6 +219,7 @@ class RemoteRound:
         self._client = client
         self._shape = shape
         self._ring = ring
+        self._ring_lags = ring_lags
         self._stats = stats
         self._timeout_s = timeout_s
         self._flags = StepFlag.MARGINS if want_margin else StepFlag(0)
@@ -203,6 +229,9 @@ class RemoteRound:
         self._step_id = 0
         self._exchange: _Exchange | None = None  # of the round at hand
         self._has_all = False  # every row of the round at hand has drafts
+        self._sampling: Sequence[Sampling] = ()  # of the entries of the round at hand; empty: none is sampled
+        self._dropped: dict[int, str] = {}  # of the round at hand, by place: why drafts cannot be verified by their q
+        self._has_warned = False  # of such drafts
 
     def run(self, step: RoundInput, result: PackedResult, deliver: Deliver = _keep) -> RoundOutcome:
         """Fill `result` for the batch of `step` and say how it went. Raises nothing that a worker or a network can cause.
@@ -210,7 +239,7 @@ class RemoteRound:
         `deliver` is called once, as soon as the result is whole; the bookkeeping comes after it.
         """
         # What can wait is counted after `deliver`: a device may be parked.
-        requests, meta = step.requests, [_make_row(row) for row in step.meta.tolist()]
+        requests, meta = step.requests, _rows(step.meta)
         n = len(requests)
         self.last_drafts = LastDrafts()
         self._exchange = None
@@ -258,7 +287,7 @@ class RemoteRound:
         """Take note of a round that somebody else ended before it was run: its rows are gone, nothing is sent."""
         self.last_drafts = LastDrafts()
         self._exchange = None
-        meta = [_make_row(row) for row in step.meta.tolist()]
+        meta = _rows(step.meta)
         for request, row in zip(step.requests, meta, strict=True):
             self.slots.advance(request.slot, request.owner, row.start_pos, row.valid_rows)
         self._account(step, meta)
@@ -383,14 +412,37 @@ class RemoteRound:
             self.breaker.stayed_home()
             raise _RoundFailed("disabled" if self._client.state is ClientState.DISABLED else "not_ready")
         if connection.epoch != self._epoch:
-            self.slots.mark_all_dirty()
-            self._epoch = connection.epoch
-            self._silent_steps = 0
+            leaving = self._client.leaving
+            if leaving is not None and leaving.epoch == self._epoch and self._lacks_windows(step):
+                connection = leaving  # its worker holds everything; what the next one needs comes with a later round
+            else:
+                self._begin(connection)
         if not self.breaker.allows():
             for request in step.requests:
                 self.slots.mark_dirty(request.slot)
             raise _RoundFailed("cooldown")
         return connection
+
+    def _lacks_windows(self, step: RoundInput) -> bool:
+        """Whether a worker that holds nothing would have to wait for rows; they were asked for then."""
+        is_pending = False
+        if self._ring_lags:
+            for request, valid_rows in zip(step.requests, step.meta[:, MetaColumn.VALID_ROWS].tolist(), strict=True):
+                first_pos, n_rows = self.slots.in_ring(request.slot)
+                try:
+                    if n_rows > valid_rows:
+                        self._ring.window(request.slot, first_pos, n_rows)
+                except WindowPending:
+                    is_pending = True
+        return is_pending
+
+    def _begin(self, connection: Connection) -> None:
+        """The first round over `connection`."""
+        if self._client.begin(connection):
+            self.breaker.moved()
+        self.slots.mark_all_dirty()
+        self._epoch = connection.epoch
+        self._silent_steps = 0
 
     def _plan(
         self,
@@ -478,15 +530,22 @@ class RemoteRound:
         entries = [one.entry for one in planned]
         resyncs = [one.send.n_rows for one in planned if one.window is not None]
         pieces = self._pieces(planned, step.rows)
-        if self._client.connection() is not connection:
+        if not self._client.holds(connection):
             raise _RoundFailed("reconnected")
         self._step_id += 1
         n_rows = sum([entry.n_rows for entry in entries])
+        self._sampling = self._how_to_sample(step, planned) if self._shape.support else ()
         self._exchange = _Exchange(n_rows, resyncs, None, 0)
         sent_at = self._clock()
         try:
             reply = self._client.step(
-                connection, self._step_id, entries, pieces, self._flags, Deadline.after(self._timeout_s, self._clock)
+                connection,
+                self._step_id,
+                entries,
+                pieces,
+                self._flags,
+                Deadline.after(self._timeout_s, self._clock),
+                self._sampling,
             )
         except TimeoutError:
             self._silent_steps += 1
@@ -516,27 +575,42 @@ class RemoteRound:
         if status is not None and status.is_final:
             self._client.disable(f"{connection.endpoint} answered STEP with {status.name}: {refused}")
         elif status is FrameStatus.NO_SESSION:
-            self._client.drop(connection, f"the worker has no such session: {refused}")
+            self._client.drop(connection, f"the worker has no such session: {refused}", Loss.SESSION)
         return _RoundFailed(f"frame_{name}", is_attempt=True)
+
+    def _how_to_sample(self, step: RoundInput, planned: Sequence[_Planned]) -> list[Sampling]:
+        """Of each entry; empty where nothing of the round is to be drawn: then the STEP is as it would be without sampling."""
+        rows = [one.row for one in planned]
+        columns = np.ascontiguousarray(step.meta[:, len(MetaColumn) :])[rows]
+        bits = np.ascontiguousarray(columns[:, 0])
+        seeds = np.ascontiguousarray(columns[:, 1:]).view(np.int64)[:, 0]
+        return how_to_sample(bits.view(np.float32), seeds, [one.entry.needs_draft for one in planned])
 
     def _check(self, reply: StepReply, planned: Sequence[_Planned], connection: Connection) -> None:
         """Trust nothing: raises _RoundFailed("bad_reply") and keeps the reason."""
+        entries = [one.entry for one in planned]
+        self._dropped = {}
         why = find_fault(
             reply,
-            [one.entry for one in planned],
+            entries,
             step_id=self._step_id,
             num_drafts=self._shape.num_drafts,
             vocab_size=self._shape.vocab_size,
             context=connection.welcome.context,
             want_margins=bool(self._flags & StepFlag.MARGINS),
+            want_sampled=bool(self._sampling),
         )
         if why is not None:
             self.last_bad_reply = why
             raise _RoundFailed("bad_reply", is_attempt=True)
+        if self._sampling:
+            self._dropped = find_faults_of_draws(reply, entries, self._sampling, vocab_size=self._shape.vocab_size)
 
     def _pack(self, reply: StepReply, planned: Sequence[_Planned], needed: int, result: PackedResult) -> RoundOutcome:
         """Put the drafts into `result`."""
         places = [index for index, answer in enumerate(reply.entries) if answer.status.has_drafts]
+        if self._dropped:
+            places = [index for index in places if index not in self._dropped]
         rows = [planned[index].row for index in places]
         self._has_all = len(rows) == result.num_requests
         if self._has_all:
@@ -549,6 +623,8 @@ class RemoteRound:
             result.ok[rows] = 1
             result.tokens[rows] = tokens[places]
             result.confidences[rows] = confidences[places]
+        if rows and reply.sampled is not None:
+            _put_sampled(reply, places, rows, result)
         if needed == 0:
             outcome = RoundOutcome.NOTHING
         elif len(rows) == needed:
@@ -573,15 +649,36 @@ class RemoteRound:
             last.places[one.row] = index
             if answer.status is RequestStatus.STALE_GENERATION:
                 self._stats.add("stale_generation_new_sessions")
-                self._client.drop(connection, f"slot {one.entry.slot}: the worker knows a newer generation")
-            if answer.status.has_drafts:
+                why = f"slot {one.entry.slot}: the worker knows a newer generation"
+                self._client.drop(connection, why, Loss.SESSION)
+            if answer.status.has_drafts and index not in self._dropped:
                 got += 1
                 if last.margins is not None:
                     last.margins[one.row] = margins[index]
+        if reply.sampled is not None:
+            self._count_sampled(reply, planned)
         if got < needed:
             asked = sum(one.entry.needs_draft for one in planned)
             self._count("undrafted_dropped", asked - got)
             self._count("undrafted_none", needed - asked)
+
+    def _count_sampled(self, reply: StepReply, planned: Sequence[_Planned]) -> None:
+        assert reply.sampled is not None
+        drawn = sum(one == 1 and place not in self._dropped for place, one in enumerate(reply.sampled.mask))
+        self._stats.add("rounds_sampled")
+        self._count("sampled_requests", drawn)
+        if not self._dropped:
+            return
+        self._stats.add("sampled_refused", len(self._dropped))
+        place, why = next(iter(self._dropped.items()))
+        self.last_bad_reply = f"slot {planned[place].entry.slot}: {why}"
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "farspark: sampled drafts refused, the target decodes that request without drafts: %s; further ones are counted "
+                "as sampled_refused",
+                self.last_bad_reply,
+            )
 
 
 def find_fault(
@@ -593,14 +690,25 @@ def find_fault(
     vocab_size: int,
     context: int,
     want_margins: bool,
+    want_sampled: bool = False,
 ) -> str | None:
     """Why `reply` cannot be the answer to `entries`, as a sentence with the values; None if it can."""
+    calls = ready_round_calls()
+    if (
+        calls is not None
+        and not want_sampled
+        and reply.sampled is None
+        and calls.is_faultless(reply, entries, step_id, num_drafts, vocab_size, context, want_margins)
+    ):
+        return None  # almost always; where it does not say so, what follows says what is right
     if reply.step_id != step_id:
         return f"reply to step {reply.step_id}, in flight is {step_id}"
     if reply.num_drafts != num_drafts or len(reply.entries) != len(entries):
         return f"{len(reply.entries)} entries by {reply.num_drafts} drafts, asked were {len(entries)} by {num_drafts}"
     if want_margins != (reply.margins is not None):
         return f"margins {'missing' if want_margins else 'sent unasked'}"
+    if want_sampled != (reply.sampled is not None):
+        return f"probabilities {'missing' if want_sampled else 'sent unasked'}"
     # As unsigned integers, where one comparison sees a negative id, and a float32 of 0 to 1 is at most the 1.0. For the few
     # dozen values of a round this is several times faster than numpy.
     form = _unsigned(len(entries) * num_drafts)
@@ -646,6 +754,15 @@ def find_fault(
             wrong = [not one >= 0 for one in margins]
             return f"margin {_first(margins, wrong, num_drafts)}, expected 0 or more"
     return f"slot {stray[0]}: drafts past the positions asked for" if stray else None
+
+
+def _put_sampled(reply: StepReply, places: Sequence[int], rows: Sequence[int], result: PackedResult) -> None:
+    """What the drafts of batch `rows` were drawn from, out of `places` of the reply."""
+    assert reply.sampled is not None
+    shape = len(reply.entries), *result.q.shape[1:]
+    result.sampled[rows] = np.frombuffer(reply.sampled.mask, dtype=np.int32)[places]
+    result.support_ids[rows] = np.frombuffer(reply.sampled.support, dtype=np.int32).reshape(shape)[places]
+    result.q[rows] = np.frombuffer(reply.sampled.q, dtype=np.float32).reshape(shape)[places]
 
 
 @functools.lru_cache(maxsize=64)

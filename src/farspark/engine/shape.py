@@ -20,6 +20,7 @@ class ModelShape:
     context: int  # newest positions the drafter may see
     ring: int  # newest rows that rank 0 can send again
     max_position: int  # the engine's max_model_len
+    support: int = 0  # ids whose probabilities come with each draft (wire's SUPPORT_IDS); 0: drafts are greedy
 
     @property
     def row_bytes(self) -> int:
@@ -39,5 +40,6 @@ class ModelShape:
             num_drafts=self.num_drafts,
             slots=self.slots,
             vocab_size=self.vocab_size,
-            flags=HelloFlag.MARGINS if want_margin else HelloFlag(0),
+            flags=(HelloFlag.MARGINS if want_margin else HelloFlag(0))
+            | (HelloFlag.SAMPLED if self.support else HelloFlag(0)),
         )

@@ -5,11 +5,14 @@ from __future__ import annotations
 from farspark.mock.arrays import array
 from farspark.wire import layout
 from farspark.wire.auth import NO_IDENTITY
-from farspark.worker.batch import DraftBatch, DrafterInfo, DraftResult, Progress
+from farspark.worker.batch import DraftBatch, DrafterInfo, DraftResult, Drawn, Progress
 
 
 class MockDrafter:
-    """Drafts the anchor's successors, each with confidence a half, whatever the rows are."""
+    """Drafts the anchor's successors, each with confidence a half, whatever the rows are.
+
+    Where a draft is to be drawn it has a probability of 1, and the ids after it 0: whatever the draw is, it gives this draft.
+    """
 
     def __init__(self, info: DrafterInfo) -> None:
         self._info = info
@@ -31,8 +34,25 @@ class MockDrafter:
                 confidences.append(0.5 if is_wanted else 0.0)
         floats = array("f", confidences)
         return DraftResult(
-            [True] * len(batch.entries), array("i", tokens), floats, floats if batch.want_margins else None
+            [True] * len(batch.entries),
+            array("i", tokens),
+            floats,
+            floats if batch.want_margins else None,
+            drawn=self._drawn(batch, tokens) if any(entry.temperature for entry in batch.entries) else None,
         )
+
+    def _drawn(self, batch: DraftBatch, tokens: list[int]) -> Drawn:
+        info = self._info
+        support: list[int] = []
+        q: list[float] = []
+        for index, entry in enumerate(batch.entries):
+            for depth in range(info.num_drafts):
+                is_drawn = entry.need_draft and entry.temperature > 0 and depth < entry.n_out
+                first = tokens[index * info.num_drafts + depth]
+                support += [(first + more) % info.vocab_size if is_drawn else 0 for more in range(info.support)]
+                q += [1.0 if is_drawn and more == 0 else 0.0 for more in range(info.support)]
+        mask = [int(entry.need_draft and entry.temperature > 0) for entry in batch.entries]
+        return Drawn(array("i", mask), array("i", support), array("f", q))
 
 
 def mock_info(
@@ -62,4 +82,5 @@ def mock_info(
         device="none",
         dtype="bfloat16",
         context_bytes=0,
+        support=layout.SUPPORT_IDS if vocab_size >= layout.SUPPORT_IDS else 0,
     )

@@ -12,7 +12,7 @@ from farspark.errors import ConfigError
 from farspark.mock.arrays import array
 from farspark.wire import codec, layout
 from farspark.wire.layout import FrameStatus, Operation, StepFlag
-from farspark.wire.messages import EntryReply, StepReply
+from farspark.wire.messages import EntryReply, SampledDrafts, StepReply
 
 _LENGTH = struct.Struct("<I")
 
@@ -50,11 +50,19 @@ KINDS: Final = (
     Kind("request-status", "STATUS", "every request has this status, its drafts stay; wire.md has the numbers"),
     Kind("id", "ID", "the first draft is ID: a number, V for the vocabulary's size, or V+1"),
     Kind("confidence", "VALUE", "the first confidence is VALUE", "nan"),
+    Kind("q", "VALUE", "the first probability of the first sampled draft is VALUE: nan, below 0, or above 1", "nan"),
+    Kind("support", "ID", "the last id that the first sampled draft could have been is ID: a number, V or V+1", "V"),
+    Kind("unsampled", "", "the drafts that were drawn are said to be greedy"),
+    Kind("undrawn", "", "the first sampled draft is the least probable id of its support"),
+    Kind("no-probabilities", "", "a sampled answer without its probabilities"),
 )
 _KINDS = {kind.name: kind for kind in KINDS}
 # These spoil what only the answer to a STEP has.
 STEP_ONLY = frozenset(
-    ("step-id", "counts", "drafts", "slot", "generation", "window", "request-status", "id", "confidence")
+    (
+        *("step-id", "counts", "drafts", "slot", "generation", "window", "request-status", "id", "confidence"),
+        *("q", "support", "unsampled", "undrawn", "no-probabilities"),
+    )
 )
 
 
@@ -83,7 +91,7 @@ class Fault:
 
 
 def _argument(text: str, name: str, argument: str, vocab_size: int) -> float:
-    if name == "confidence":
+    if name in ("confidence", "q"):
         try:
             value = float(argument)
             # As the wire holds it; a finite number that float32 does not reach is an OverflowError.
@@ -91,11 +99,12 @@ def _argument(text: str, name: str, argument: str, vocab_size: int) -> float:
         except (ValueError, OverflowError):
             raise ConfigError(f"--fault {text!r}: expected a number, nan or inf") from None
         return value
-    named = {"V": vocab_size, "V+1": vocab_size + 1} if name == "id" else {}
+    named = {"V": vocab_size, "V+1": vocab_size + 1} if name in ("id", "support") else {}
     low, high = {
         "delay": (0, 3_600_000),
         "close": (0, layout.MAX_REPLY_BYTES),
         "id": (-(2**31), 2**31 - 1),
+        "support": (-(2**31), 2**31 - 1),
         "window": (0, 2**32 - 1),
     }.get(name, (0, 2**16 - 1))
     try:
@@ -158,6 +167,10 @@ def _spoiled_step(fault: Fault, number: int, reply: StepReply) -> StepReply:
             return reply._replace(tokens=_with_first(reply.tokens, "i", number))
         case "confidence":
             return reply._replace(confidences=_with_first(reply.confidences, "f", fault.number))
+        case "no-probabilities":
+            return reply._replace(sampled=None, flags=int(reply.flags) & ~int(StepFlag.SAMPLED))
+        case "q" | "support" | "unsampled" | "undrawn":
+            return reply if reply.sampled is None else _spoiled_draw(fault, number, reply, reply.sampled)
     if not reply.entries:
         return reply
     first = reply.entries[0]
@@ -169,6 +182,23 @@ def _spoiled_step(fault: Fault, number: int, reply: StepReply) -> StepReply:
     return reply._replace(entries=[changed, *reply.entries[1:]])
 
 
+def _spoiled_draw(fault: Fault, number: int, reply: StepReply, sampled: SampledDrafts) -> StepReply:
+    """With a fault in what the first request that was sampled drew its first draft from."""
+    mask = sampled.mask.tolist()
+    if 1 not in mask:
+        return reply
+    draft = mask.index(1) * reply.num_drafts
+    first, last = draft * layout.SUPPORT_IDS, (draft + 1) * layout.SUPPORT_IDS - 1
+    match fault.kind:
+        case "unsampled":
+            return reply._replace(sampled=sampled._replace(mask=array("i", [0] * len(mask))))
+        case "q":
+            return reply._replace(sampled=sampled._replace(q=_with_value(sampled.q, "f", first, fault.number)))
+        case "undrawn":
+            return reply._replace(tokens=_with_value(reply.tokens, "i", draft, sampled.support[last]))
+    return reply._replace(sampled=sampled._replace(support=_with_value(sampled.support, "i", last, number)))
+
+
 def _resized(reply: StepReply, entries: Sequence[EntryReply], num_drafts: int) -> StepReply:
     """The reply with other counts, zeros in its arrays; in itself a reply as it should be."""
     return reply._replace(
@@ -178,11 +208,15 @@ def _resized(reply: StepReply, entries: Sequence[EntryReply], num_drafts: int) -
         confidences=array("f", [0.0] * (len(entries) * num_drafts)),
         margins=None,
         flags=StepFlag(0),
+        sampled=None,
     )
 
 
 def _with_first(array: memoryview, kind: str, value: float) -> memoryview:
+    return _with_value(array, kind, 0, value) if len(array) else array
+
+
+def _with_value(array: memoryview, kind: str, at: int, value: float) -> memoryview:
     changed = bytearray(array.cast("B"))
-    if changed:
-        struct.pack_into(f"<{kind}", changed, 0, value)
+    struct.pack_into(f"<{kind}", changed, 4 * at, value)
     return cast(memoryview, memoryview(changed).cast(kind))  # type: ignore[call-overload]

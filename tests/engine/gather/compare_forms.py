@@ -16,16 +16,15 @@ from farspark.engine.gather.torch_gather import TorchGather
 from farspark.engine.gather.triton_gather import TritonGather
 
 SHAPES = (
-    {"max_requests": 1, "taps": 1, "hidden_size": 1, "context": 4, "ring": 4},
-    {"max_requests": 4, "taps": 3, "hidden_size": 96, "context": 8, "ring": 3},
-    {"max_requests": 9, "taps": 5, "hidden_size": 1030, "context": 16, "ring": 16},
-    {"max_requests": 6, "taps": 8, "hidden_size": 40, "context": 12, "ring": 1},
+    GatherShape(max_tokens=96, max_requests=1, taps=1, hidden_size=1, context=4, ring=4),
+    GatherShape(max_tokens=96, max_requests=4, taps=3, hidden_size=96, context=8, ring=3),
+    GatherShape(max_tokens=96, max_requests=9, taps=5, hidden_size=1030, context=16, ring=16, is_sampled=True),
+    GatherShape(max_tokens=96, max_requests=6, taps=8, hidden_size=40, context=12, ring=1, is_sampled=True),
 )
 
 
-def main(device: torch.device, steps: int, plant: bool) -> int:
-    for values in SHAPES:
-        shape = GatherShape(max_tokens=96, **values)
+def main(device: torch.device, steps: int, *, plant: bool, plant_seed: bool) -> int:
+    for shape in SHAPES:
         reference, fused = TorchGather(shape, device), TritonGather(shape, device)
         for seed in range(steps):
             dtype = torch.float32 if seed % 3 == 2 else torch.bfloat16
@@ -37,13 +36,19 @@ def main(device: torch.device, steps: int, plant: bool) -> int:
                     one.run(step)
             if plant:
                 fused.ring.rows[0, 0] += 1
+            if plant_seed and shape.is_sampled:
+                fused.buffers()["metadata"][0, -1] ^= 1
             difference = first_difference(reference, fused)
             if difference is not None:
-                print(f"{values}, step {seed}: {difference}")
+                print(f"{shape}, step {seed}: {difference}")
                 return 1
-        print(f"{values}: {steps} steps equal; the check at start says {check_fused(shape, device) or 'equal'}")
+        print(f"{shape}: {steps} steps equal; the check at start says {check_fused(shape, device) or 'equal'}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(torch.device(sys.argv[1]), int(sys.argv[2]), "plant" in sys.argv))
+    sys.exit(
+        main(
+            torch.device(sys.argv[1]), int(sys.argv[2]), plant="plant" in sys.argv, plant_seed="plant-seed" in sys.argv
+        )
+    )

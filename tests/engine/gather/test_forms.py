@@ -46,6 +46,9 @@ def test_a_difference_is_seen_and_named() -> None:
     found = compare("1", "plant")
     assert found.returncode == 1
     assert "ring row 0" in found.stdout
+    found = compare("1", "plant-seed")
+    assert found.returncode == 1
+    assert "metadata row 0" in found.stdout
 
 
 def test_the_torch_form_serves_where_the_fused_one_is_off_or_has_no_gpu() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ import torch
 
 from farspark.engine.gather.layout import GatherShape
 from farspark.engine.gather.torch_gather import Gathered, StepTensors, TorchGather
-from farspark.engine.round import MetaColumn
+from farspark.engine.round import MetaColumn, SamplingColumn, meta_columns
 
 CPU = torch.device("cpu")
 NO_TOKEN = 7_000_000  # stands where no token may ever be taken from
@@ -34,9 +35,9 @@ class Request:
         return self.query - self.rejected
 
 
-def shape(**changes: int) -> GatherShape:
+def shape(*, is_sampled: bool = False, **changes: int) -> GatherShape:
     values = {"max_requests": 4, "max_tokens": 64, "taps": 2, "hidden_size": 3, "context": 8, "ring": 4} | changes
-    return GatherShape(**values)
+    return GatherShape(**values, is_sampled=is_sampled)
 
 
 def row_at(slot: int, position: int, salt: int, of: GatherShape) -> torch.Tensor:
@@ -286,3 +287,33 @@ def test_a_ring_longer_than_the_context_is_refused() -> None:
 def test_a_window_that_the_ring_cannot_have_is_refused(slot: int, first: int, rows: int) -> None:
     with pytest.raises(ValueError, match="the ring has 4 rows of each of 4 slots"):
         TorchGather(shape(), CPU).ring.window(slot, first, rows)
+
+
+def test_a_sampled_step_says_each_requests_seed_and_temperature() -> None:
+    """Behind the four columns, by slot: the bits of the temperature, the low and the high half of the seed."""
+    of = shape(is_sampled=True)
+    requests = [Request(slot=2, start_pos=0, query=3), Request(slot=0, start_pos=5, query=1)]
+    step = dataclasses.replace(
+        tensors(requests, of, 1),
+        temperature=torch.tensor([0.7, 9.0, 0.0, 9.0]),
+        seeds=torch.tensor([-(2**63) + 5, 9, 2**40 - 1, 9]),
+    )
+    one = TorchGather(of, CPU)
+    one.run(step)
+    meta = one.wait().meta
+    assert meta.shape == (2, meta_columns(is_sampled=True))
+    assert np.ascontiguousarray(meta[:, SamplingColumn.TEMPERATURE]).view(np.float32).tolist() == [
+        0.0,
+        np.float32(0.7),
+    ]
+    seeds = np.ascontiguousarray(meta[:, SamplingColumn.SEED_LOW :]).view(np.int64)[:, 0]
+    assert seeds.tolist() == [2**40 - 1, -(2**63) + 5]
+    plain = TorchGather(shape(), CPU)
+    plain.run(step)
+    assert np.array_equal(meta[:, :4], plain.wait().meta)
+
+
+def test_a_sampled_step_without_seeds_is_a_value_error() -> None:
+    of = shape(is_sampled=True)
+    with pytest.raises(ValueError, match="without seeds and temperatures"):
+        TorchGather(of, CPU).run(tensors([Request(slot=0, start_pos=0, query=1)], of, 1))

@@ -16,6 +16,7 @@ from farspark.engine.config import EngineConfig, Policy, read_config
 from farspark.engine.depth import parse_policy
 from farspark.engine.vllm import plugin
 from farspark.engine.vllm.plugin import refuse_unsupported
+from farspark.engine.vllm.versions import record_for
 from farspark.errors import ConfigError
 
 
@@ -124,6 +125,7 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
 
 def test_a_plain_engine_is_taken(config: EngineConfig) -> None:
     refuse_unsupported(config, vllm_config())
+    refuse_unsupported(config, vllm_config(parallel_config__data_parallel_size=2))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,6 @@ def test_a_plain_engine_is_taken(config: EngineConfig) -> None:
     [
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism .* start with"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "context parallelism .* start with"),
-        ({"parallel_config__data_parallel_size": 2}, "data parallelism .* one engine per replica"),
         (
             {"parallel_config__pipeline_parallel_size": 2},
             "set VLLM_DSPARK_PP_TRANSPORT=1 and use the plugin .* or use tensor parallelism",
@@ -142,7 +143,10 @@ def test_a_plain_engine_is_taken(config: EngineConfig) -> None:
             {"speculative_config__draft_model_config__hf_config__dspark_draft_topk": 64},
             "dspark_draft_topk .* leave it out",
         ),
-        ({"speculative_config__draft_sample_method": "probabilistic"}, "'probabilistic' .* use 'greedy'"),
+        (
+            {"speculative_config__draft_sample_method": "probabilistic"},
+            "'probabilistic' .*SAMPLED_TOP32=1.* use 'greedy'",
+        ),
         ({"use_v2_model_runner": False}, "V1 model runner, which has no DSpark"),
         ({"num_lookahead_tokens": 0}, "reserves 0 lookahead tokens for 5 drafts"),
     ],
@@ -154,6 +158,33 @@ def test_gates_what_is_not_supported_is_refused_with_a_remedy(
         ConfigError, match=rf"^VLLM_DSPARK_REMOTE: .*{sentence}.*, or start without VLLM_DSPARK_REMOTE$"
     ):
         refuse_unsupported(config, vllm_config(**changes))
+
+
+def test_with_sampled_drafts_either_sampling_method_is_taken_and_adaptive_verification_is_not(
+    config: EngineConfig,
+) -> None:
+    sampled = dataclasses.replace(config, sampled=True)
+    for method in ("greedy", "probabilistic"):
+        refuse_unsupported(sampled, vllm_config(speculative_config__draft_sample_method=method))
+    adaptive = vllm_config(speculative_config__enable_adaptive_verification=True)
+    refuse_unsupported(config, adaptive)
+    with pytest.raises(
+        ConfigError, match=r"SAMPLED_TOP32=1 needs .* enable_adaptive_verification .* leave one of them out"
+    ):
+        refuse_unsupported(sampled, adaptive)
+
+
+def test_a_local_drafter_that_draws_by_the_targets_noise_does_not_stand_in_for_sampled_drafts(
+    config: EngineConfig,
+) -> None:
+    sampled = dataclasses.replace(config, sampled=True)
+    resilience = dataclasses.replace(sampled, policy=Policy.RESILIENCE)
+    for version in ("0.25.1", "0.32.0", "0.33.0"):
+        plugin._refuse_shared_noise(sampled, record_for(version))
+    for version in ("0.32.0", "0.33.0"):
+        plugin._refuse_shared_noise(resilience, record_for(version))
+    with pytest.raises(ConfigError, match=r"of vLLM 0.25.1 draws by the very noise .*POLICY=capacity, or a newer vLLM"):
+        plugin._refuse_shared_noise(resilience, record_for("0.25.1"))
 
 
 def test_an_older_vllm_that_lacks_the_newer_settings_is_taken(config: EngineConfig) -> None:

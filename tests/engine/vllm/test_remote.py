@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -275,6 +276,10 @@ def test_the_comparison_counts_only_requests_that_the_worker_answered(make_ranks
 def test_statistics_are_written_as_rounds_go_and_at_the_end(make_ranks: Any, tmp_path: Path) -> None:
     ranks = make_ranks()
     ranks.step()
+    until = time.monotonic() + 30
+    while not (tmp_path / "stats.json").exists():  # soon
+        assert time.monotonic() < until
+        time.sleep(0.01)
     assert json.loads((tmp_path / "stats.json").read_text())["rounds"] == 1
     ranks.step()
     ranks.close()

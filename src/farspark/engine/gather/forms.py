@@ -60,6 +60,7 @@ def check_fused(shape: GatherShape, device: torch.device) -> str | None:
         hidden_size=shape.hidden_size,
         context=min(shape.context, 12),
         ring=min(shape.ring, 5),
+        is_sampled=shape.is_sampled,
     )
     try:
         from farspark.engine.gather.triton_gather import TritonGather
@@ -107,6 +108,8 @@ def random_step(shape: GatherShape, device: torch.device, seed: int, dtype: torc
         next_prefill_tokens=ints([rng.randint(100, 199) for _ in range(2 * shape.max_requests)]).view(2, -1),
         row_bound=sum(min(query, shape.context) for query in queries),
         wants_drafts=rng.random() < 0.8,
+        temperature=torch.tensor([rng.choice((0.0, rng.random())) for _ in range(shape.max_requests)], device=device),
+        seeds=ints([rng.randrange(-(2**63), 2**63) for _ in range(shape.max_requests)], torch.int64),
     )
 
 

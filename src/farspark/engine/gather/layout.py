@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from farspark.engine.round import MetaColumn
-
-META_COLUMNS: Final = len(MetaColumn)
+from farspark.engine.round import meta_columns
 
 # The wire carries bf16 always: two bytes per value.
 VALUE_BYTES: Final = 2
@@ -23,11 +21,16 @@ class GatherShape:
     hidden_size: int
     context: int  # newest rows per request that a step packs
     ring: int  # newest rows per slot that the ring keeps
+    is_sampled: bool = False  # the metadata has seeds and temperatures
 
     def __post_init__(self) -> None:
         if not 1 <= self.ring <= self.context:
             # The ring is written from the packed rows, which are the newest `context`.
             raise ValueError(f"a ring of {self.ring} rows with a context of {self.context}; expected 1 to the context")
+
+    @property
+    def meta_columns(self) -> int:
+        return meta_columns(is_sampled=self.is_sampled)
 
     @property
     def row_values(self) -> int:

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from farspark.engine.gather.layout import META_COLUMNS, GatherShape
+from farspark.engine.gather.layout import GatherShape
 from farspark.engine.gather.ring import DeviceRing, host_bytes
-from farspark.engine.round import MetaColumn
+from farspark.engine.round import MetaColumn, SamplingColumn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,8 @@ class StepTensors:
     next_prefill_tokens: torch.Tensor  # [slots], or [lookahead, slots] whose first row is the very next token
     row_bound: int  # what the step can pack at most: the sum of min(query length, context), as far as the host knows
     wants_drafts: bool  # False: rows are appended, nobody needs drafts
+    temperature: torch.Tensor | None = None  # float32 [slots]; this and the next are read where drafts are sampled
+    seeds: torch.Tensor | None = None  # int64 [slots]
 
     @property
     def num_requests(self) -> int:
@@ -42,7 +44,7 @@ class StepTensors:
 class Gathered:
     """A step on the host; views of the gather's buffers, which hold until its next `run`."""
 
-    meta: npt.NDArray[np.int32]  # [n, META_COLUMNS]
+    meta: npt.NDArray[np.int32]  # [n, the shape's meta_columns]
     rows: memoryview  # request after request, the newest min(valid rows, context) of each
 
 
@@ -57,7 +59,7 @@ class TorchGather:
         # A float32 target's rows are rounded to bf16 here, because the wire carries nothing else: the remote drafter then
         # sees the hidden states with 8 bits of mantissa where a local one would see 24, and near ties may fall otherwise.
         self._staging = torch.zeros(shape.max_rows, shape.row_values, dtype=torch.bfloat16, device=device)
-        self._meta = torch.zeros(shape.max_requests, META_COLUMNS, dtype=torch.int32, device=device)
+        self._meta = torch.zeros(shape.max_requests, shape.meta_columns, dtype=torch.int32, device=device)
         self._row_index = torch.arange(shape.max_rows, dtype=torch.int64, device=device)
         self._staging_host = self._staging
         self._meta_host = self._meta
@@ -91,7 +93,7 @@ class TorchGather:
 
     @property
     def meta_address(self) -> int:
-        """Of the metadata, int32 `[slots, META_COLUMNS]`, on the device."""
+        """Of the metadata, int32 `[slots, meta_columns]`, on the device."""
         return self._meta.data_ptr()
 
     def pack(self, step: StepTensors) -> None:
@@ -176,6 +178,10 @@ class TorchGather:
         meta[:, MetaColumn.VALID_ROWS] = valid.int()
         meta[:, MetaColumn.ANCHOR_TOKEN] = anchor.int()
         meta[:, MetaColumn.SAMPLED] = (sampled & step.wants_drafts).int()
+        if step.temperature is not None and step.seeds is not None and shape.is_sampled:
+            meta[:, SamplingColumn.TEMPERATURE] = step.temperature[slots].view(torch.int32)
+            # Little-endian: the low half comes first.
+            meta[:, SamplingColumn.SEED_LOW :] = step.seeds[slots].view(torch.int32).view(n, 2)
 
     def _check(self, step: StepTensors) -> None:
         """What the host can see of a step that does not fit. Raises ValueError."""
@@ -187,5 +193,7 @@ class TorchGather:
             )
         if not 1 <= step.num_requests <= shape.max_requests:
             raise ValueError(f"{step.num_requests} requests in a step, expected 1 to {shape.max_requests}")
+        if shape.is_sampled and (step.temperature is None or step.seeds is None):
+            raise ValueError("a step without seeds and temperatures, which sampled drafts need")
         if step.row_bound > shape.max_rows:
             raise ValueError(f"up to {step.row_bound} rows in a step, expected {shape.max_rows} at most")

@@ -30,7 +30,15 @@ def _rounded(values):  # type: ignore[no-untyped-def]
 # Values that change from step to step are not specialised: a kernel for each kind of them would be compiled while serving.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["token_stride", "last_stride", "n", "context", "ring_length", "wants_drafts", "keep"],
-    do_not_specialize_on_alignment=["positions", "query_start_loc", "slots", "num_sampled", "num_rejected"],
+    do_not_specialize_on_alignment=[
+        "positions",
+        "query_start_loc",
+        "slots",
+        "num_sampled",
+        "num_rejected",
+        "temperature",
+        "seeds",
+    ],
 )
 def _pack_kernel(  # type: ignore[no-untyped-def]
     tap0,
@@ -50,6 +58,8 @@ def _pack_kernel(  # type: ignore[no-untyped-def]
     last_sampled,
     last_stride,
     next_prefill,
+    temperature,
+    seeds,
     staging,
     ring,
     meta,
@@ -62,6 +72,8 @@ def _pack_kernel(  # type: ignore[no-untyped-def]
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     REQUESTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_SAMPLED: tl.constexpr,
 ):
     """Program (r, c) copies columns c of packed row r, of every tap. Each finds its request by itself: n is small."""
     r = tl.program_id(0).to(tl.int64)
@@ -83,10 +95,16 @@ def _pack_kernel(  # type: ignore[no-untyped-def]
         following = tl.load(next_prefill + slot, mask=here, other=0).to(tl.int64)
         # A placeholder never becomes an anchor: a row that sampled nothing has its next prompt token there.
         anchor = tl.where(sampled, last, following)
-        tl.store(meta + i * 4, start_pos.to(tl.int32), mask=here)
-        tl.store(meta + i * 4 + 1, valid.to(tl.int32), mask=here)
-        tl.store(meta + i * 4 + 2, anchor.to(tl.int32), mask=here)
-        tl.store(meta + i * 4 + 3, (sampled & (wants_drafts != 0)).to(tl.int32), mask=here)
+        tl.store(meta + i * COLUMNS, start_pos.to(tl.int32), mask=here)
+        tl.store(meta + i * COLUMNS + 1, valid.to(tl.int32), mask=here)
+        tl.store(meta + i * COLUMNS + 2, anchor.to(tl.int32), mask=here)
+        tl.store(meta + i * COLUMNS + 3, (sampled & (wants_drafts != 0)).to(tl.int32), mask=here)
+        if IS_SAMPLED:
+            hot = tl.load(temperature + slot, mask=here, other=0.0)
+            seed = tl.load(seeds + slot, mask=here, other=0)
+            tl.store(meta + i * COLUMNS + 4, hot.to(tl.int32, bitcast=True), mask=here)
+            tl.store(meta + i * COLUMNS + 5, (seed & 0xFFFFFFFF).to(tl.int32), mask=here)
+            tl.store(meta + i * COLUMNS + 6, (seed >> 32).to(tl.int32), mask=here)
 
     if r < tl.sum(packed):
         is_owner = i == tl.sum((here & (packed_ends <= r)).to(tl.int32))
@@ -151,6 +169,8 @@ class TritonGather(TorchGather):
             step.last_sampled,
             step.last_sampled.stride(0),
             next_prefill[0] if next_prefill.dim() == 2 else next_prefill,
+            step.slots if step.temperature is None else step.temperature,
+            step.slots if step.seeds is None else step.seeds,
             self._staging,
             self.ring.rows,
             self._meta,
@@ -163,4 +183,6 @@ class TritonGather(TorchGather):
             HIDDEN=shape.hidden_size,
             BLOCK=_BLOCK,
             REQUESTS=self._requests,
+            COLUMNS=shape.meta_columns,
+            IS_SAMPLED=shape.is_sampled,
         )

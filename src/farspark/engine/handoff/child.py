@@ -52,7 +52,7 @@ def main(fd: int) -> int:
     library = load(job.library if os.path.exists(job.library) else None)
     page = HostPage.attach(library, region.memory, region.page_offset)
     stats, ring = Stats(), StagedRing(region)
-    talker = Talker(job.spec, ring, stats)
+    talker = Talker(job.spec, ring, stats, ring_lags=True)
     proxy = Proxy(page, region, ring, talker, stats, spin_ns=job.spin_ns, nap_ns=job.nap_ns, tells=True)
     talker.start()
     region.say_ready(os.getpid())

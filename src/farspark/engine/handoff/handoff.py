@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S: Final = 5.0
 _ASKS_EVERY: Final = 64  # rounds
-_META_BYTES: Final = 16  # of a request
 # So many rounds are known by their shape to whoever reads of them in the statistics.
 _SHAPES_KEPT: Final = 4096
 
@@ -44,7 +43,7 @@ class DeviceBuffers:
     """Addresses on the device, fixed for the engine's life."""
 
     rows: int  # packed by the gather
-    meta: int  # int32 [slots, 4]
+    meta: int  # int32 [slots, columns]
     ring: int  # [slots * ring, row]
     result: int  # int32 [result size]
 
@@ -136,7 +135,7 @@ class Handoff:
         self._region.describe(round_, submission, windows)
         self._shapes[round_ % _SHAPES_KEPT] = (round_, submission.phase, len(submission.slots))
         stream, region, buffers = self.stream, self._region, self._buffers
-        stream.to_host(region.meta_address(round_), buffers.meta, _META_BYTES * len(submission.slots))
+        stream.to_host(region.meta_address(round_), buffers.meta, region.meta_row_bytes * len(submission.slots))
         if submission.row_bound:
             stream.to_host(region.rows_address, buffers.rows, submission.row_bound * self._row_bytes)
         for slot in windows:
@@ -272,7 +271,7 @@ def open_handoff(
         library = load(settings.library)
     except NativeUnavailable as error:
         raise HandoffRefusedError(str(error)) from error
-    layout = ResultLayout(spec.shape.slots, spec.shape.num_drafts)
+    layout = ResultLayout(spec.shape.slots, spec.shape.num_drafts, spec.shape.support)
     page_bytes = HostPage.bytes_needed(library, 4 * layout.size)
     try:
         region = Region(RegionShape(spec.shape, max_rows, page_bytes))
@@ -286,7 +285,8 @@ def open_handoff(
         newest = self_test(stream, region, page, buffers.result, start)
         gate = Gate(newest)
         page.start_watchdog(round(settings.watchdog_s * 1e9))
-        side = _make_side(settings, spec, region, page, gate)
+        kind = ProxyProcess if settings.proxy is AsyncProxy.PROCESS else ProxyThread
+        side = kind(settings, spec, region, page, gate)
         side.start()
     except (DriverError, SelfTestError, ProxyError, OSError) as error:
         page.stop_watchdog()
@@ -297,30 +297,3 @@ def open_handoff(
         region.close()
         raise HandoffRefusedError(str(error)) from error
     return Handoff(settings, region, page, stream, buffers, gate, side, stats)
-
-
-def _make_side(
-    settings: AsyncSettings, spec: TalkerSpec, region: Region, page: HostPage, gate: Gate
-) -> ProxyThread | ProxyProcess:
-    spin_ns, nap_ns = round(settings.spin_us * 1000), round(settings.nap_us * 1000)
-    if settings.proxy is AsyncProxy.PROCESS:
-        return ProxyProcess(
-            spec,
-            region,
-            page,
-            gate,
-            spin_ns=spin_ns,
-            nap_ns=nap_ns,
-            watchdog_s=settings.watchdog_s,
-            respawns=settings.respawns,
-            respawn_reset_s=settings.respawn_reset_s,
-        )
-    return ProxyThread(
-        spec,
-        region,
-        page,
-        gate,
-        spin_ns=spin_ns,
-        nap_ns=nap_ns,
-        switch_interval_s=settings.switch_interval_us / 1e6 if settings.switch_interval_us else None,
-    )

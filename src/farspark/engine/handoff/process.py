@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import farspark
+from farspark.engine.config import AsyncSettings
 from farspark.engine.handoff.child import Job
 from farspark.engine.handoff.gate import Gate
 from farspark.engine.handoff.region import Region, distance, next_round
@@ -41,29 +42,14 @@ class ProxyProcess:
 
     kind = "process"
 
-    def __init__(
-        self,
-        spec: TalkerSpec,
-        region: Region,
-        page: HostPage,
-        gate: Gate,
-        *,
-        spin_ns: int,
-        nap_ns: int,
-        watchdog_s: float,
-        respawns: int,
-        respawn_reset_s: float,  # a child that served that long restores the budget; 0: never
-    ) -> None:
+    def __init__(self, settings: AsyncSettings, spec: TalkerSpec, region: Region, page: HostPage, gate: Gate) -> None:
+        self._settings = settings
         self._spec = spec
         self._region = region
         self._page = page
         self._gate = gate
-        self._spin_ns = spin_ns
-        self._nap_ns = nap_ns
-        self._stall_s = max(4 * watchdog_s, _STALL_AT_LEAST_S)
-        self._respawns = respawns
-        self._respawn_reset_s = respawn_reset_s
-        self._left = respawns
+        self._stall_s = max(4 * settings.watchdog_s, _STALL_AT_LEAST_S)
+        self._left = settings.respawns
         self._started = 0  # children
         self._child: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
@@ -134,8 +120,8 @@ class ProxyProcess:
             shape=self._region.shape,
             library=str(self._page.library.path),
             first=next_round(newest),
-            spin_ns=self._spin_ns,
-            nap_ns=self._nap_ns,
+            spin_ns=self._settings.spin_ns,
+            nap_ns=self._settings.nap_ns,
             parent=os.getpid(),
             log_level=logging.getLogger("farspark").getEffectiveLevel(),
         )
@@ -211,14 +197,14 @@ class ProxyProcess:
             self._settle_accounts(newest)
             if self._stopping.is_set():
                 return False
-            if self._respawn_reset_s > 0 and served_s >= self._respawn_reset_s:
-                self._left = self._respawns
+            if 0 < self._settings.respawn_reset_s <= served_s:
+                self._left = self._settings.respawns
             if self._left == 0:
                 self._gate.shut(why, for_good=True)
                 logger.error(
                     "farspark: %s, and the budget of %d new ones is spent; the target decodes without drafts from here on",
                     why,
-                    self._respawns,
+                    self._settings.respawns,
                 )
                 return False
             self._left -= 1

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farspark.engine.result import ResultLayout
-from farspark.engine.round import MetaColumn, Phase
+from farspark.engine.round import Phase, meta_columns
 from farspark.engine.shape import ModelShape
 
 # Rounds whose descriptors and metadata are kept. The native helper's far jumps are a multiple of it.
@@ -29,7 +29,6 @@ KEPT: Final = 64
 ROUNDS: Final = 1 << 32  # round numbers are cyclic
 
 _PHASES: Final = (Phase.DECODE, Phase.PREFILL)
-_COLUMNS: Final = len(MetaColumn)
 _HEAD_BYTES: Final = 16  # of a descriptor: round, requests, phase, windows
 _STATS_BYTES: Final = 1 << 16
 
@@ -53,7 +52,11 @@ class RegionShape:
 
     @property
     def result(self) -> ResultLayout:
-        return ResultLayout(self.model.slots, self.model.num_drafts)
+        return ResultLayout(self.model.slots, self.model.num_drafts, self.model.support)
+
+    @property
+    def meta_columns(self) -> int:
+        return meta_columns(is_sampled=self.model.support > 0)
 
 
 class Area:
@@ -133,7 +136,8 @@ class Region:
         # Head, owners, slots, k_windows, windows.
         self._record_bytes: Final = -(-(_HEAD_BYTES + 20 * model.slots) // 64) * 64
         records = self._take(self._record_bytes * kept)
-        meta = self._take(4 * _COLUMNS * kept * model.slots)
+        columns = shape.meta_columns
+        meta = self._take(4 * columns * kept * model.slots)
         ring = self._take(model.slots * model.ring * model.row_bytes)
         rows = self._take(shape.max_rows * model.row_bytes)
         self.page_offset: Final = page
@@ -162,7 +166,7 @@ class Region:
         self._k_windows: npt.NDArray[np.int32] = words_in_record[:, at : at + model.slots]
         at += model.slots
         self._windows: npt.NDArray[np.int32] = words_in_record[:, at : at + model.slots]
-        self._meta: npt.NDArray[np.int32] = array(meta, np.int32, kept, model.slots, _COLUMNS)
+        self._meta: npt.NDArray[np.int32] = array(meta, np.int32, kept, model.slots, columns)
         # For single numbers: an array of numpy's takes several times as long to be written to.
         self._word_view = self.words.data
         self._head_words = self._records.cast("I")
@@ -170,7 +174,8 @@ class Region:
         self.address: Final = int(array(0, np.uint8, 1).ctypes.data)
         self.counters: Final = Area(view[areas[0] : areas[0] + 2 * _STATS_BYTES])
         self.details: Final = Area(view[areas[1] : areas[1] + 2 * _STATS_BYTES])
-        self._meta_bytes: Final = 4 * _COLUMNS * model.slots
+        self.meta_row_bytes: Final = 4 * columns  # of a request's metadata
+        self._meta_bytes: Final = self.meta_row_bytes * model.slots
         self._window_bytes: Final = model.ring * model.row_bytes
         self._ring_view = view[ring : ring + model.slots * self._window_bytes]
         self.rows: Final = view[rows : rows + shape.max_rows * model.row_bytes]
@@ -205,7 +210,7 @@ class Region:
         words[head] = round_
 
     def meta_address(self, round_: int) -> int:
-        """Where the stream puts the metadata of `round_`, int32 `[n, 4]`."""
+        """Where the stream puts the metadata of `round_`, int32 `[n, columns]`."""
         return self.address + self.meta_offset + (round_ % KEPT) * self._meta_bytes
 
     def window_address(self, slot: int) -> int:
@@ -249,7 +254,7 @@ class Region:
         )
 
     def meta(self, round_: int, n: int) -> npt.NDArray[np.int32]:
-        """A copy, int32 `[n, 4]`. Only what `gathered` says afterwards tells whether it still was that round's."""
+        """A copy, int32 `[n, columns]`. Only what `gathered` says afterwards tells whether it still was that round's."""
         return self._meta[round_ % KEPT, :n].copy()
 
     def window(self, slot: int, first_pos: int, n_rows: int) -> memoryview:

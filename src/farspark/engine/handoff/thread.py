@@ -7,6 +7,7 @@ import sys
 import threading
 from typing import Any
 
+from farspark.engine.config import AsyncSettings
 from farspark.engine.handoff.gate import Gate
 from farspark.engine.handoff.proxy import Proxy, StagedRing
 from farspark.engine.handoff.region import Region, next_round
@@ -22,33 +23,31 @@ class ProxyThread:
 
     kind = "thread"
 
-    def __init__(
-        self,
-        spec: TalkerSpec,
-        region: Region,
-        page: HostPage,
-        gate: Gate,
-        *,
-        spin_ns: int,
-        nap_ns: int,
-        switch_interval_s: float | None,
-    ) -> None:
-        """`switch_interval_s` None leaves the interpreter's."""
+    def __init__(self, settings: AsyncSettings, spec: TalkerSpec, region: Region, page: HostPage, gate: Gate) -> None:
         self.stats = Stats()
         ring = StagedRing(region)
-        self.talker = Talker(spec, ring, self.stats)
+        self.talker = Talker(spec, ring, self.stats, ring_lags=True)
         self._page = page
         self._gate = gate
-        self._switch_interval_s = switch_interval_s
+        self._switch_interval_s = settings.switch_interval_us / 1e6
         self._interval_before: float | None = None
-        self._proxy = Proxy(page, region, ring, self.talker, self.stats, spin_ns=spin_ns, nap_ns=nap_ns, tells=False)
+        self._proxy = Proxy(
+            page,
+            region,
+            ring,
+            self.talker,
+            self.stats,
+            spin_ns=settings.spin_ns,
+            nap_ns=settings.nap_ns,
+            tells=False,
+        )
         self._first = 0
         self._thread = threading.Thread(target=self._run, name="farspark-proxy", daemon=True)
 
     def start(self) -> None:
         """Opens the gate."""
         self.talker.start()
-        if self._switch_interval_s is not None:
+        if self._switch_interval_s:
             self._interval_before = sys.getswitchinterval()
             sys.setswitchinterval(self._switch_interval_s)
         self._first = next_round(self._gate.newest)

@@ -164,9 +164,14 @@ def _make_speculator(config: EngineConfig, record: HookPoints, vllm_config: Any,
     from farspark.engine.vllm.speculator import make_speculator
 
     refuse_unsupported(config, vllm_config)
+    # A rank of a dense target does not even know that there are others: its size is 1, only the index tells them apart.
+    config = config.for_dp_rank(vllm_config.parallel_config.data_parallel_index)
     admissions = Admissions()
     _note_admissions(admissions)
-    speculator = make_speculator(config, vllm_config, device, admissions)
+    _refuse_shared_noise(config, record)
+    speculator = make_speculator(
+        config, vllm_config, device, admissions, divides_draft_logits=record.divides_draft_logits
+    )
     _serve_after_warmup(speculator.remote)
     if config.policy is Policy.CAPACITY and config.reclaims_mtp_buffer:
         reclaim_after_load(record, lambda found: speculator.remote.note(mtp_buffer=found))
@@ -175,6 +180,7 @@ def _make_speculator(config: EngineConfig, record: HookPoints, vllm_config: Any,
 
 def refuse_unsupported(config: EngineConfig, vllm_config: Any) -> None:
     """Raises ConfigError with what is not supported and what to do."""
+    from farspark.engine.config import SAMPLED
     from farspark.errors import ConfigError
 
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
@@ -187,7 +193,6 @@ def refuse_unsupported(config: EngineConfig, vllm_config: Any) -> None:
             "context parallelism spreads a request's hidden states over the ranks; start with "
             "--decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
         ),
-        (parallel.data_parallel_size > 1, "data parallelism is not built yet; start one engine per replica"),
         *_pipeline_refusals(config, parallel.pipeline_parallel_size),
         (
             getattr(vllm_config, "watermark_config", None) is not None,
@@ -199,9 +204,14 @@ def refuse_unsupported(config: EngineConfig, vllm_config: Any) -> None:
             "dspark_draft_topk changes the drafts and the worker does not know it; leave it out of the speculative config",
         ),
         (
-            speculative.draft_sample_method != "greedy",
+            speculative.draft_sample_method != "greedy" and not config.sampled,
             f"draft_sample_method={speculative.draft_sample_method!r} needs the draft logits, which stay at the worker; "
-            "use 'greedy', which is lossless too",
+            f"set {SAMPLED}=1, which brings 32 probabilities of each draft, or use 'greedy', which is lossless too",
+        ),
+        (
+            config.sampled and getattr(speculative, "enable_adaptive_verification", False),
+            f"{SAMPLED}=1 needs a number of drafts that does not depend on what was drawn, and that enable_adaptive_verification "
+            "keeps to that was never proven; leave one of them out",
         ),
         (
             not getattr(vllm_config, "use_v2_model_runner", True),
@@ -215,6 +225,19 @@ def refuse_unsupported(config: EngineConfig, vllm_config: Any) -> None:
     for holds, sentence in refusals:
         if holds:
             raise ConfigError(f"{_SWITCH}: {sentence}, or start without {_SWITCH}")
+
+
+def _refuse_shared_noise(config: EngineConfig, record: HookPoints) -> None:
+    """Raises ConfigError where a local drafter that stands in would draw by the noise that the target resamples by."""
+    from farspark.engine.config import PREFIX, SAMPLED, Policy
+    from farspark.errors import ConfigError
+
+    if config.sampled and config.policy is not Policy.CAPACITY and not record.divides_draft_logits:
+        raise ConfigError(
+            f"{SAMPLED}=1 with {PREFIX}_POLICY={config.policy.value}: the local drafter of vLLM {record.version} draws by the "
+            f"very noise that the target resamples by, which is not lossless; use {PREFIX}_POLICY=capacity, or a newer vLLM, or "
+            "unset it"
+        )
 
 
 def _pipeline_refusals(config: EngineConfig, stages: int) -> list[tuple[bool, str]]:
@@ -281,7 +304,8 @@ def _act_on_depths(runner: Any, remote: RemoteDrafter) -> None:
         # adaptive verification picks on the device. The settings decide, so that all ranks do the same.
         verify_fewer(runner, remote, is_async=runner.vllm_config.scheduler_config.async_scheduling)
     adaptive = getattr(runner, "adaptive_verification", None)
-    if adaptive is not None and config.depth_policy.mode.masks and config.draft_ms is not None:
+    is_priced = config.depth_policy.mode.masks or config.depth_file is not None
+    if adaptive is not None and is_priced and config.draft_ms is not None:
         price_remote_round(adaptive, config.draft_ms)
 
 

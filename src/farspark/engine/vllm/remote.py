@@ -105,6 +105,10 @@ class RemoteDrafts(NamedTuple):
     confidences: torch.Tensor  # float32 [n, N]
     ok: torch.Tensor  # bool [n]; rows that are not ok hold zeros
     depths: torch.Tensor  # int32 [n]; how many of a row's drafts to verify
+    # Where drafts are sampled; None elsewhere.
+    sampled: torch.Tensor | None = None  # bool [n]; the row's drafts were drawn from q
+    support: torch.Tensor | None = None  # int32 [n, N, S]
+    q: torch.Tensor | None = None  # float32 [n, N, S]
 
 
 class RoundFailedError(FarsparkError):
@@ -147,6 +151,7 @@ class Rank0:
                 hidden_size=shape.hidden_size,
                 context=shape.context,
                 ring=shape.ring,
+                is_sampled=shape.support > 0,
             ),
             device,
             has_host_buffers=config.asynchronous is None,
@@ -368,7 +373,7 @@ class RemoteDrafter:
         self._tp = tp
         self._admissions = admissions
         self._facts = dict(facts)
-        self._layout = ResultLayout(shape.slots, shape.num_drafts)
+        self._layout = ResultLayout(shape.slots, shape.num_drafts, shape.support)
         on_cuda = device.type == "cuda"
         self._result_device = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
         self.rank0 = (
@@ -456,7 +461,19 @@ class RemoteDrafter:
             )
         depths = self._result_device[self._layout.depths][:n]
         self._undecided = [int(slot) for slot in batch.slots]
-        return RemoteDrafts(tokens, confidences, self._result_device[self._layout.ok][:n].bool(), depths)
+        ok = self._result_device[self._layout.ok][:n].bool()
+        if not self._layout.support:
+            return RemoteDrafts(tokens, confidences, ok, depths)
+        wide = *shape, self._layout.support
+        return RemoteDrafts(
+            tokens,
+            confidences,
+            ok,
+            depths,
+            sampled=self._result_device[self._layout.sampled][:n].bool(),
+            support=self._result_device[self._layout.support_ids].view(wide)[:n],
+            q=self._result_device[self._layout.q].view(torch.float32).view(wide)[:n],
+        )
 
     def outcome(self) -> RoundOutcome:
         """Of the newest round, the same on every rank. Waits for the device."""
@@ -540,8 +557,7 @@ class RemoteDrafter:
         except Exception:
             self._turn_off()
         if self._off_because is not None:
-            rank0.stats.add("rounds_failed")
-            rank0.stats.add(f"fallback_{self._off_because}")
+            self._count_switched_off(rank0)
             self._result_device.zero_()
             self._result_device[0] = int(RoundOutcome.FAILED)
             self._result_device[1] = len(batch.slots)
@@ -569,10 +585,13 @@ class RemoteDrafter:
         except Exception:
             self._turn_off()
         if self._off_because is not None:
-            rank0.stats.add("rounds_failed")
-            rank0.stats.add(f"fallback_{self._off_because}")
+            self._count_switched_off(rank0)
         if not is_handed_over or self._off_because is not None:
             handoff.stream.run(self._result_device.zero_)  # nobody has drafts, none of them is worth verifying
+
+    def _count_switched_off(self, rank0: Rank0) -> None:
+        rank0.stats.add("rounds_failed")
+        rank0.stats.add(f"fallback_{self._off_because}")
 
     def _keep_local_depths(self, rank0: Rank0, n: int) -> None:
         """Where a local drafter stands in, a row that the worker failed has drafts all the same, of unknown confidence."""
@@ -616,7 +635,7 @@ class RemoteDrafter:
         now = time.monotonic()
         if now - self._written_at >= STATS_EVERY_S:
             self._written_at = now
-            self._stats_file.write(self.snapshot())
+            self._stats_file.write_soon(self.snapshot())
 
     def summary(self) -> str:
         """One line for the log."""
@@ -666,7 +685,7 @@ class RemoteDrafter:
             self.rank0.handoff.close()  # the newest rounds are in the statistics once the proxy has ended
         elif self.rank0.talker.capture is not None:
             self.rank0.talker.capture.close()
-        self._stats_file.write(self.snapshot())
+        self._stats_file.close(self.snapshot())
         self.rank0.close()
 
 

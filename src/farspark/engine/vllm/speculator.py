@@ -26,16 +26,23 @@ from farspark.engine.gather.torch_gather import StepTensors
 from farspark.engine.result import RoundOutcome
 from farspark.engine.shape import ModelShape
 from farspark.engine.vllm.depths import worth_verifying
+from farspark.engine.vllm.proposal import Proposal
 from farspark.engine.vllm.remote import Admissions, Batch, RemoteDrafter, RemoteDrafts, TpGroup
 from farspark.errors import ConfigError
+from farspark.wire.layout import SUPPORT_IDS
 
 logger = logging.getLogger(__name__)
 
 
 def make_speculator(
-    config: EngineConfig, vllm_config: VllmConfig, device: torch.device, admissions: Admissions
+    config: EngineConfig,
+    vllm_config: VllmConfig,
+    device: torch.device,
+    admissions: Admissions,
+    *,
+    divides_draft_logits: bool,
 ) -> _WithLocalDrafter | CapacitySpeculator:
-    """The speculator of the policy that `config` names."""
+    """The speculator of the policy that `config` names; `divides_draft_logits` as this vLLM's record has it."""
     kinds = {
         Policy.SHADOW: ShadowSpeculator,
         Policy.RESILIENCE: ResilienceSpeculator,
@@ -43,6 +50,14 @@ def make_speculator(
     }
     speculator = kinds[config.policy](vllm_config, device)
     speculator.remote = make_remote(config, vllm_config, device, admissions)
+    if config.sampled:
+        proposal = Proposal(
+            speculator.remote.shape,
+            device,
+            is_shared=config.policy is not Policy.CAPACITY,
+            is_divided=divides_draft_logits,
+        )
+        speculator.sample(proposal)
     return speculator
 
 
@@ -52,10 +67,11 @@ def make_remote(
     group = get_tp_group()
     shape = model_shape(config, vllm_config)
     logger.info(
-        "farspark: remote drafter chosen: policy %s, TP rank %d of %d, endpoint %s, context %d, ring %d",
+        "farspark: remote drafter chosen: policy %s, TP rank %d of %d, DP rank %d, endpoint %s, context %d, ring %d",
         config.policy.value,
         group.rank_in_group,
         group.world_size,
+        vllm_config.parallel_config.data_parallel_index,
         ",".join(map(str, config.endpoints)),
         shape.context,
         shape.ring,
@@ -67,10 +83,17 @@ def make_remote(
         device=device,
         tp=TpGroup(group.rank_in_group, group.world_size, lambda tensor: group.broadcast(tensor, src=0)),
         admissions=admissions,
-        engine=f"vllm {vllm_config.model_config.model}"[-200:],
+        engine=engine_name(vllm_config),
         facts={"not_allocated": not_allocated(vllm_config)} if config.policy is Policy.CAPACITY else {},
         caps=schedule_caps(vllm_config),
     )
+
+
+def engine_name(vllm_config: VllmConfig) -> str:
+    """What the worker's log and statistics call this engine."""
+    rank = vllm_config.parallel_config.data_parallel_index
+    name = f"vllm {vllm_config.model_config.model}"[-200:]
+    return f"{name}, DP rank {rank}" if rank else name
 
 
 def schedule_caps(vllm_config: VllmConfig) -> list[int] | None:
@@ -107,6 +130,7 @@ def model_shape(config: EngineConfig, vllm_config: VllmConfig) -> ModelShape:
         context=context,
         ring=ring,
         max_position=max_model_len,
+        support=SUPPORT_IDS if config.sampled else 0,
     )
 
 
@@ -156,6 +180,16 @@ class _Remote:
     """What all policies have in common: the remote drafter around `propose`. In front of vLLM's class in the order of bases."""
 
     remote: RemoteDrafter
+    proposal: Proposal | None = None  # None: drafts are not sampled
+    draft_logits: (
+        torch.Tensor | None
+    )  # what the rejection sampler takes drafts to be drawn from; None: they are certain
+
+    def sample(self, proposal: Proposal) -> None:
+        """Drafts are sampled, from now on. A local drafter that finds `draft_logits` draws its own from what it writes there."""
+        self.proposal = proposal
+        self.draft_logits = proposal.logits
+        self.remote.note(sampled={"support": proposal.support, "device_bytes_per_rank": proposal.nbytes})
 
     @torch.inference_mode()
     def propose(
@@ -169,6 +203,8 @@ class _Remote:
         num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
         next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
         *rest: Any,
         dummy_run: bool = False,
         num_speculative_tokens: int | None = None,
@@ -187,6 +223,8 @@ class _Remote:
             row_bound=int(input_batch.num_scheduled_tokens[:n].clip(max=self.remote.shape.context).sum()),
             # The rows of a round that wants no drafts are needed all the same: the next block reads them.
             wants_drafts=num_speculative_tokens is None or num_speculative_tokens > 0,
+            temperature=temperature,
+            seeds=seeds,
         )
 
         def local(num_drafts: int | None) -> torch.Tensor:
@@ -201,6 +239,8 @@ class _Remote:
                 num_rejected,
                 last_sampled,
                 next_prefill_tokens,
+                temperature,
+                seeds,
                 *rest,
                 dummy_run=dummy_run,
                 **more,
@@ -216,13 +256,19 @@ class _Remote:
         batch = Batch(
             input_batch.idx_mapping_np[:n], input_batch.num_scheduled_tokens[:n], input_batch.num_draft_tokens_per_req
         )
-        return self._drafts(local, batch, num_speculative_tokens)
+        return self._drafts(local, batch, step, num_speculative_tokens)
+
+    def _note_draws(self, step: StepTensors, remote: RemoteDrafts) -> None:
+        """Once all that verifies drafts of a step before has been enqueued."""
+        if self.proposal is not None:
+            assert step.temperature is not None
+            self.proposal.put(step.slots, remote, step.temperature)
 
     def _rehearsed(self, local: LocalDraft, n: int, num_drafts: int | None) -> torch.Tensor:
         """The drafts [n, N] of a step that is no user's."""
         raise NotImplementedError
 
-    def _drafts(self, local: LocalDraft, batch: Batch, num_drafts: int | None) -> torch.Tensor:
+    def _drafts(self, local: LocalDraft, batch: Batch, step: StepTensors, num_drafts: int | None) -> torch.Tensor:
         """The drafts to verify, [n, N]. `local(k)` runs the local drafter: k = 0 keeps its context current and drafts nothing."""
         raise NotImplementedError
 
@@ -239,7 +285,7 @@ class CapacitySpeculator(_Remote, BaseSpeculator):  # type: ignore[misc]
         shape = (max_requests, speculative.num_speculative_tokens)
         self.draft_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.draft_token_confidence_probs = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.draft_logits: torch.Tensor | None = None  # drafts are one-hot to the rejection sampler
+        self.draft_logits = None
         self.supports_mm_inputs = False
         self.enable_adaptive_verification = getattr(speculative, "enable_adaptive_verification", False)
         # Where the runner looks for a draft model it finds one without parameters.
@@ -256,8 +302,9 @@ class CapacitySpeculator(_Remote, BaseSpeculator):  # type: ignore[misc]
         self.draft_token_confidence_probs[:n].zero_()
         return self.draft_tokens[:n].zero_()
 
-    def _drafts(self, local: LocalDraft, batch: Batch, num_drafts: int | None) -> torch.Tensor:
+    def _drafts(self, local: LocalDraft, batch: Batch, step: StepTensors, num_drafts: int | None) -> torch.Tensor:
         remote = self.remote.finish(batch)
+        self._note_draws(step, remote)
         n = len(batch.slots)
         self.draft_token_confidence_probs[:n].copy_(worth_verifying(remote))
         return self.draft_tokens[:n].copy_(remote.tokens)
@@ -287,7 +334,7 @@ class ShadowSpeculator(_WithLocalDrafter):
     """The local drafter runs every round and both are compared. Outputs and schedules are the local drafter's, unless the
     settings ask for the remote drafts."""
 
-    def _drafts(self, local: LocalDraft, batch: Batch, num_drafts: int | None) -> torch.Tensor:
+    def _drafts(self, local: LocalDraft, batch: Batch, step: StepTensors, num_drafts: int | None) -> torch.Tensor:
         clock = _LocalClock(self.device)
         drafts: torch.Tensor = local(num_drafts)
         clock.stop()
@@ -304,15 +351,19 @@ class ResilienceSpeculator(_WithLocalDrafter):
     """Remote drafts are verified. The local drafter's context is kept current every round, so that it can stand in at once,
     exactly, for what the worker did not bring; where vLLM allows it, it drafts only then."""
 
-    def _drafts(self, local: LocalDraft, batch: Batch, num_drafts: int | None) -> torch.Tensor:
-        drafts: torch.Tensor = local(0)  # a vLLM that cannot skip the draft has drafted here
+    def _drafts(self, local: LocalDraft, batch: Batch, step: StepTensors, num_drafts: int | None) -> torch.Tensor:
+        # Ranks that run in step run the local drafter, whose layers may talk to the others', equally often: as often as in a
+        # step without work, once and whole.
+        may_skip = _TAKES_NUM_DRAFTS and self.vllm_config.parallel_config.data_parallel_size == 1
+        drafts: torch.Tensor = local(0 if may_skip else num_drafts)  # some cannot skip the draft, and have drafted here
         remote = self.remote.finish(batch)
         # Decided by what was broadcast, so every rank runs the local draft or none does.
         if self.remote.outcome() in (RoundOutcome.FAILED, RoundOutcome.SOME_FAILED) and num_drafts != 0:
-            if _TAKES_NUM_DRAFTS:
+            if may_skip:
                 drafts = local(num_drafts)
             self.remote.note_local_fallback(drafts, self._local_confidences(len(batch.slots)))
         self._take_remote(drafts, remote)
+        self._note_draws(step, remote)
         return drafts
 
 

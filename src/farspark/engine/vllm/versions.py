@@ -142,6 +142,9 @@ class HookPoints:
     mtp_buffer: Mapping[str, BufferUse]  # "path::qualified name" of every function that touches the MTP buffer
     pp_signatures: Mapping[str, str]  # as `signatures`: what the token transport of a pipeline wraps or stands for
     pp_handler_attributes: frozenset[str]  # read from the runner's PPHandler
+    # What the rejection sampler takes for a drafter's logits: those before the temperature, by which it divides them, or those
+    # after it. Where it is the latter the local drafter draws by the very noise that the target resamples by.
+    divides_draft_logits: bool
 
     @property
     def drafts_in_pipeline(self) -> bool:
@@ -198,6 +201,17 @@ _MTP_BUFFER_0_33: Final = _MTP_BUFFER_0_32 | {
     "models/deepseek_v41/nvidia/specialized_decode/runtime/decode.py::SpecializedDecode._head": BufferUse.ASKS
 }
 
+_GUMBEL: Final = "v1/worker/gpu/sample/gumbel.py::gumbel_sample"
+_GUMBEL_HEAD: Final = "logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature"
+_REJECTION: Final = f"{_SPEC_DECODE}/rejection_sampler_utils.py::rejection_sample"
+_REJECTION_0_25: Final = (
+    "target_logits, draft_logits, draft_sampled, cu_num_logits, pos, idx_mapping, expanded_idx_mapping, expanded_local_pos, "
+    "temperature, seed, num_speculative_steps, synthetic_conditional_rates=None, use_fp64=False, use_block_verification=False"
+)
+_REJECTION_0_32: Final = (
+    f"{_REJECTION_0_25}, contexts=None, watermarking=None, watermarking_skip_mask=None, watermark_key=None"
+)
+
 _COMMON: Final = {
     f"{RUNNER}::GPUModelRunner.sample_tokens": "self, grammar_output",
     f"{RUNNER}::GPUModelRunner.take_draft_token_ids": "self",
@@ -216,6 +230,7 @@ _COMMON: Final = {
     "distributed/parallel_state.py::GroupCoordinator.broadcast": "self, input_, src=0",
 }
 _SINCE_0_32: Final = {
+    _GUMBEL: f"{_GUMBEL_HEAD}, is_drafting, logits_cache=None, logits_cache_col=None, use_fp64=False, logits_cache_source=None",
     f"{RUNNER}::GPUModelRunner.execute_model": _EXECUTE_0_32,
     f"{_SPEC_DECODE}/adaptive_verification.py::AdaptiveVerificationManager.record_confidences": (
         "self, confidence_probs, input_batch"
@@ -314,6 +329,8 @@ RECORDS: Final[tuple[HookPoints, ...]] = (
             ),
             f"{_SPEC_DECODE}/eagle/eagle3_utils.py::get_eagle3_aux_layers_from_config": "spec_config",
             _LAST_TOUCH: "model, spec_config",
+            _REJECTION: _REJECTION_0_25,
+            _GUMBEL: f"{_GUMBEL_HEAD}, output_processed_logits=None, output_processed_logits_col=None, use_fp64=False",
         },
         speculator_attributes=_ATTRIBUTES_0_25,
         gates=_GATES_EVERYWHERE
@@ -326,10 +343,11 @@ RECORDS: Final[tuple[HookPoints, ...]] = (
         mtp_buffer=_MTP_BUFFER_0_25,
         pp_signatures=_PP_0_25,
         pp_handler_attributes=_PP_ATTRIBUTES_0_25,
+        divides_draft_logits=False,
     ),
     HookPoints(
         version="0.32.0",
-        signatures=_COMMON | _SINCE_0_32 | {_LAST_TOUCH: "model, spec_config"},
+        signatures=_COMMON | _SINCE_0_32 | {_LAST_TOUCH: "model, spec_config", _REJECTION: _REJECTION_0_32},
         speculator_attributes=_ATTRIBUTES_0_32,
         gates=_GATES_EVERYWHERE
         | _GATES_SINCE_0_32
@@ -343,10 +361,16 @@ RECORDS: Final[tuple[HookPoints, ...]] = (
         mtp_buffer=_MTP_BUFFER_0_32,
         pp_signatures=_PP_0_32,
         pp_handler_attributes=_PP_ATTRIBUTES_0_32,
+        divides_draft_logits=True,
     ),
     HookPoints(
         version="0.33.0",
-        signatures=_COMMON | _SINCE_0_32 | {_LAST_TOUCH: "model, spec_config, use_pp=False"},
+        signatures=_COMMON
+        | _SINCE_0_32
+        | {
+            _LAST_TOUCH: "model, spec_config, use_pp=False",
+            _REJECTION: f"{_REJECTION_0_32}, fly_window_size=0, fly_entropy_threshold=0.3, fly_entropy_top_k=3",
+        },
         speculator_attributes=_ATTRIBUTES_0_32,
         gates=_GATES_EVERYWHERE
         | _GATES_SINCE_0_32
@@ -364,6 +388,7 @@ RECORDS: Final[tuple[HookPoints, ...]] = (
         mtp_buffer=_MTP_BUFFER_0_33,
         pp_signatures=_PP_0_33,
         pp_handler_attributes=_PP_ATTRIBUTES_0_32,
+        divides_draft_logits=True,
     ),
 )
 

@@ -1,0 +1,186 @@
+"""Sampled drafts through the engine's side whole: gather, round, result, broadcast; over TCP to a worker, synchronous and not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.fakes.drafters import info
+
+from farspark.engine.config import read_config
+from farspark.engine.gather.torch_gather import StepTensors
+from farspark.engine.handoff.stream import HostStream
+from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
+from farspark.engine.shape import ModelShape
+from farspark.engine.vllm.remote import Admissions, Batch, RemoteDrafter, TpGroup
+from farspark.mock.drafter import mock_info
+from farspark.mock.faults import Fault
+from farspark.mock.relay import MockWorker
+from farspark.transport import parse_endpoint
+from farspark.wire.layout import SUPPORT_IDS
+
+INFO = info(context=16, slots=4)
+N, SLOTS, QUERY = INFO.num_drafts, INFO.slots, 3
+SHAPE = ModelShape(
+    num_drafts=N,
+    vocab_size=INFO.vocab_size,
+    hidden_size=INFO.hidden_size,
+    taps=INFO.taps,
+    slots=SLOTS,
+    context=16,
+    ring=16,
+    max_position=1 << 20,
+    support=SUPPORT_IDS,
+)
+HOW = {
+    "synchronous": {},
+    "thread": {"ASYNC": "1", "ASYNC_NAP_US": "20"},
+    "process": {"ASYNC": "1", "ASYNC_NAP_US": "20", "ASYNC_PROXY": "process"},
+}
+
+
+class Engine:
+    """Two requests, the first with a temperature; what rank 0 broadcasts is kept."""
+
+    def __init__(self, endpoint: str, stats: Path, **settings: str) -> None:
+        environ = {
+            "VLLM_DSPARK_REMOTE": endpoint,
+            "VLLM_DSPARK_REMOTE_IDENTITY": INFO.identity.hex(),
+            "VLLM_DSPARK_REMOTE_POLICY": "capacity",
+            "VLLM_DSPARK_REMOTE_TIMEOUT_MS": "5000",
+            "VLLM_DSPARK_REMOTE_STRICT_START": "1",
+            "VLLM_DSPARK_REMOTE_STATS_FILE": str(stats),
+            "VLLM_DSPARK_SAMPLED_TOP32": "1",
+        } | {f"VLLM_DSPARK_REMOTE_{name}": value for name, value in settings.items()}
+        config = read_config(environ)
+        assert config is not None
+        admissions = Admissions()
+        for slot in range(SLOTS):
+            admissions.admit(slot, f"request-{slot}")
+        self.sent: list[torch.Tensor] = []
+        self.drafter = RemoteDrafter(
+            config,
+            SHAPE,
+            max_tokens=32,
+            device=torch.device("cpu"),
+            tp=TpGroup(0, 2, lambda tensor: self.sent.append(tensor.clone())),
+            admissions=admissions,
+            engine="test",
+            facts={},
+            make_stream=lambda region, page: HostStream(page),
+        )
+        self.drafter.start_serving()
+        self.end = 0
+
+    def step(self) -> PackedResult:
+        """What stands in the device's buffer once the stream has come to its end."""
+        positions = list(range(self.end, self.end + QUERY))
+        hidden = torch.ones(INFO.taps, 2 * QUERY, INFO.hidden_size, dtype=torch.bfloat16)
+        self.drafter.begin(
+            StepTensors(
+                hidden=list(hidden),
+                positions=torch.tensor(positions * 2),
+                query_start_loc=torch.tensor([0, QUERY, 2 * QUERY], dtype=torch.int32),
+                slots=torch.tensor([2, 0]),
+                num_sampled=torch.ones(2, dtype=torch.int32),
+                num_rejected=torch.zeros(2, dtype=torch.int32),
+                last_sampled=torch.full((SLOTS, 1), 7),
+                next_prefill_tokens=torch.zeros(1, SLOTS, dtype=torch.int32),
+                row_bound=2 * QUERY,
+                wants_drafts=True,
+                temperature=torch.tensor([0.0, 0.9, 0.7, 0.9]),
+                seeds=torch.tensor([1, 2, -(2**63) + 3, 4]),
+            )
+        )
+        self.end += QUERY
+        self.drafter.finish(Batch(np.array([2, 0]), np.full(2, QUERY), None))
+        rank0 = self.drafter.rank0
+        assert rank0 is not None
+        if rank0.handoff is not None:
+            assert isinstance(rank0.handoff.stream, HostStream)
+            assert rank0.handoff.stream.wait_idle(20)
+        return PackedResult(ResultLayout(SLOTS, N, SUPPORT_IDS), self.drafter._result_device.numpy())
+
+    def counters(self) -> dict[str, int]:
+        assert self.drafter.rank0 is not None
+        return self.drafter.rank0.counters()
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    made: list[Any] = []
+
+    def make(how: str, fault: str | None = None) -> Engine:
+        shape = mock_info(
+            num_drafts=N,
+            vocab_size=INFO.vocab_size,
+            hidden_size=INFO.hidden_size,
+            taps=INFO.taps,
+            slots=SLOTS,
+            context=16,
+            identity=INFO.identity,
+        )
+        parsed = None if fault is None else Fault.parse(fault, INFO.vocab_size)
+        worker = MockWorker(shape, parse_endpoint("tcp://127.0.0.1:0"), fault=parsed)
+        made.append(worker.stop)
+        engine = Engine(str(worker.endpoint), tmp_path / "stats.json", **HOW[how])
+        made.append(engine.drafter.close)
+        return engine
+
+    yield make
+    for end in reversed(made):
+        end()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_drafts_come_with_what_they_were_drawn_from_on_every_rank(make_engine: Any, how: str) -> None:
+    engine = make_engine(how)
+    for count in range(1, 4):
+        drafts = engine.step()
+        assert engine.drafter.outcome() is RoundOutcome.OK
+        assert drafts.ok[:2].tolist() == [1, 1]
+        assert drafts.tokens[0].tolist() == [8, 9, 10, 11, 12]
+        assert drafts.sampled[:2].tolist() == [1, 0]
+        assert drafts.support_ids[0, :, 0].tolist() == drafts.tokens[0].tolist()
+        assert drafts.q[0].sum(axis=-1).tolist() == [1.0] * N
+        assert not drafts.q[1].any()
+        assert len(engine.sent) == count
+    if how == "synchronous":
+        # An asynchronous one is enqueued before the round is over.
+        assert torch.equal(engine.sent[-1], engine.sent[-2])
+    assert {tensor.numel() for tensor in engine.sent} == {2 + SLOTS * (2 + 2 * N + 1 + 2 * N * SUPPORT_IDS)}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_request_whose_q_is_refused_has_no_drafts_and_the_other_one_has(make_engine: Any, how: str) -> None:
+    engine = make_engine(how, fault="q")
+    drafts = engine.step()
+    assert engine.drafter.outcome() is RoundOutcome.SOME_FAILED
+    assert drafts.ok[:2].tolist() == [0, 1]
+    assert drafts.tokens[0].tolist() == [0] * N
+    assert drafts.sampled[:2].tolist() == [0, 0]
+    assert drafts.depths[:2].tolist() == [0, N]
+    assert not drafts.q.any()
+
+
+def test_they_are_counted(make_engine: Any) -> None:
+    engine = make_engine("synchronous")
+    for _ in range(3):
+        engine.step()
+    counters = engine.counters()
+    assert (counters["rounds_sampled"], counters["sampled_requests"]) == (3, 3)
+    assert "sampled_refused" not in counters
+
+
+def test_a_rank_finds_them_in_its_buffer_as_the_speculator_takes_them(make_engine: Any) -> None:
+    engine = make_engine("synchronous")
+    engine.step()
+    drafts = engine.drafter.finish(Batch(np.array([2, 0]), np.full(2, QUERY), None))
+    assert drafts.sampled.tolist() == [True, False]
+    assert drafts.support.shape == drafts.q.shape == (2, N, SUPPORT_IDS)
+    assert drafts.support[0, :, 0].tolist() == drafts.tokens[0].tolist()
+    assert drafts.q[0, :, 0].tolist() == [1.0] * N
