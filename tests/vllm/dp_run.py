@@ -1,0 +1,76 @@
+"""As `engine_run`, for data parallelism: one engine in front of a core per rank, which gets its requests by its number.
+
+A phase names a rank for each prompt, and may pause after so many tokens of all its requests; the others' go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+from tests.vllm import engine_run
+
+
+def main() -> None:
+    job = json.loads(sys.stdin.readline())
+    protocol = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    asyncio.run(run(job, protocol))
+
+
+async def run(job: dict[str, Any], protocol: TextIO) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_num_seqs": 4,
+        "seed": 0,
+        "speculative_config": {
+            "method": "dspark",
+            "model": job["drafter"],
+            "num_speculative_tokens": job["num_drafts"],
+        },
+    }
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=job["target"], **(arguments | job["engine"])))
+    try:
+        phases = {phase["name"]: await run_phase(engine, phase, protocol) for phase in job["phases"]}
+    finally:
+        engine.shutdown()
+    protocol.write(engine_run.RESULT + json.dumps({"phases": phases}) + "\n")
+
+
+async def run_phase(engine: Any, phase: dict[str, Any], protocol: TextIO) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    pauses = {int(tokens): name for tokens, name in phase.get("pauses", {}).items()}
+    made = 0
+
+    async def one(index: int, prompt: list[int]) -> list[int]:
+        nonlocal made
+        params = SamplingParams(temperature=0.0, max_tokens=phase["max_tokens"][index], detokenize=False)
+        name, rank = f"{phase['name']}-{index}", phase["ranks"][index]
+        tokens: list[int] = []
+        async for output in engine.generate({"prompt_token_ids": prompt}, params, name, data_parallel_rank=rank):
+            made += len(output.outputs[0].token_ids) - len(tokens)
+            tokens = list(output.outputs[0].token_ids)
+            for due in [due for due in pauses if due <= made]:
+                protocol.write(f"paused {pauses.pop(due)}\n")
+                await asyncio.to_thread(sys.stdin.readline)
+        return tokens
+
+    began = time.monotonic()
+    tokens = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(phase["prompts"])))
+    return {
+        "tokens": {str(index): one for index, one in enumerate(tokens)},
+        "seconds": round(time.monotonic() - began, 2),
+    }
+
+
+if __name__ == "__main__":
+    main()
