@@ -14,6 +14,7 @@ from tests.transport.ucx import needs_ucx
 TEST = Path(__file__).parent / "ucx_channel_test.c"
 # UCX's own code is not instrumented: what the sanitizers see is the shim, and every byte and lock that passes between the two.
 # UCX's memory hooks must be off, because they take locks in threads that the thread sanitizer has not met yet.
+OF_UCX = "Assertion `handler->async == async' failed"
 ENVIRONMENT = {"UCX_LOG_LEVEL": "fatal", "UCX_HANDLE_ERRORS": "none", "UCX_MEM_EVENTS": "n"}
 
 pytestmark = needs_ucx
@@ -37,6 +38,13 @@ def compiled(sources: Path, directory: Path, flags: list[str], source: Path | No
 
 
 def run(program: Path, rounds: int = 30) -> subprocess.CompletedProcess[str]:
+    done = _run(program, rounds)
+    # An event that UCX has put off is dispatched by its descriptor's number, which another endpoint may have by then. UCX ends
+    # the process where it sees that: a fault of its own that can be met on machines with few cores, not often.
+    return _run(program, rounds) if OF_UCX in done.stderr else done
+
+
+def _run(program: Path, rounds: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(program), "--rounds", str(rounds)],
         env=os.environ | ENVIRONMENT,

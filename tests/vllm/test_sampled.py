@@ -20,7 +20,7 @@ import pytest
 import torch
 from tests.vllm import tiny_pair
 from tests.vllm.processes import ROOT, Worker, run_engine
-from tests.vllm.test_end_to_end import identity_of, prompt, remote
+from tests.vllm.test_end_to_end import TP2, identity_of, prompt, remote
 
 from farspark.engine.draws import draws
 
@@ -254,7 +254,7 @@ def test_tokens_are_the_targets_on_two_ranks_and_where_a_local_drafter_stands_in
     phase = sampled_phase(1.0) if is_tp else sampled_phase(1.0, pauses={"9": "kill"})
     job = engine_job(pair, [phase])
     job["engine"] |= {"tensor_parallel_size": 2} if is_tp else {}
-    settings = settings_for(policy.split()[0], worker.endpoint, pair, tmp_path / "stats.json")
+    settings = settings_for(policy.split()[0], worker.endpoint, pair, tmp_path / "stats.json") | (TP2 if is_tp else {})
 
     def kill(_: str) -> None:
         worker.kill()

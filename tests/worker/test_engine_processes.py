@@ -152,7 +152,7 @@ def test_draining_sigterm_lets_engines_go_after_a_whole_round_and_exits_with_0(
         assert worker.process.returncode == 0, output
         assert idle.poll() is None
         assert "stopping: 3 engines may move elsewhere, for 20 s at most\n" in output
-        assert output.endswith("stopping: nobody is connected\n"), output
+        assert "stopping: nobody is connected\n" in output
         with pytest.raises(TransportError):
             connect(worker.endpoint, Deadline.after(5))
 
