@@ -104,8 +104,8 @@ PLANTED = {
     "what a peer says can forge a line of the log": (
         "client",
         "wire/codec.py",
-        "return text if text.isprintable() else",
-        "return text if True else",
+        "text = text if text.isprintable() else",
+        "text = text if True else",
     ),
     "any id is believed": (
         "client",

@@ -517,6 +517,15 @@ def test_a_message_is_cut_at_its_limit_and_read_whatever_it_holds() -> None:
     assert "\ufffd" in codec.decode_message(memoryview(b"\xff\xfe"))
 
 
+def test_a_text_that_grows_when_it_is_made_readable_stays_within_its_limit() -> None:
+    payload = bytearray(codec.encode_welcome(replace(WELCOME, worker="x" * 200 + "y" * 56)))
+    at = payload.index(b"y" * 56)
+    payload[at : at + 56] = b"\x00" * 40 + b"\xff" * 16
+    heard = codec.decode_welcome(memoryview(payload))
+    assert heard.worker == "x" * 200 + "\ufffd" * 18
+    assert codec.decode_welcome(memoryview(codec.encode_welcome(heard))) == heard
+
+
 def test_what_a_peer_says_forges_no_line_of_a_log_and_steers_no_terminal() -> None:
     said = "no\n2026-11-29 ERROR forged\r\x1b[2J\u2028\u202e é"
     read = "no\ufffd2026-11-29 ERROR forged\ufffd\ufffd[2J\ufffd\ufffd é"

@@ -519,12 +519,11 @@ def decode_proof(payload: memoryview) -> Proof:
 
 def encode_message(message: str) -> bytes:
     """The payload of a reply whose frame status is not OK: a sentence, cut at the limit."""
-    # Cut between characters, not inside one.
-    return message.encode()[: layout.MAX_MESSAGE_BYTES].decode(errors="ignore").encode()
+    return _cut(message, layout.MAX_MESSAGE_BYTES).encode()
 
 
 def decode_message(payload: memoryview) -> str:
-    return _readable(bytes(payload[: layout.MAX_MESSAGE_BYTES]))
+    return _readable(bytes(payload[: layout.MAX_MESSAGE_BYTES]), layout.MAX_MESSAGE_BYTES)
 
 
 def decode_refusal(operation: Operation | int, payload: memoryview) -> str:
@@ -566,15 +565,24 @@ def _texts(payload: memoryview, at: int, lengths: Sequence[int], limits: Sequenc
     for length, limit in zip(lengths, limits, strict=True):
         if length > limit:
             raise ProtocolError(f"{what} with a text of {length} bytes, at most {limit}")
-        texts.append(_readable(bytes(payload[at : at + length])))
+        texts.append(_readable(bytes(payload[at : at + length]), limit))
         at += length
     return texts
 
 
-def _readable(raw: bytes) -> str:
-    """What a peer says, for logs and terminals: it must not be able to forge a line or steer the screen."""
+def _readable(raw: bytes, limit: int) -> str:
+    """What a peer says, for logs and terminals: it must not be able to forge a line or steer the screen.
+
+    At most `limit` bytes, as it was sent: what stands for a byte that is no text takes three.
+    """
     text = raw.decode(errors="replace")
-    return text if text.isprintable() else "".join([one if one.isprintable() else "\ufffd" for one in text])
+    text = text if text.isprintable() else "".join([one if one.isprintable() else "\ufffd" for one in text])
+    return _cut(text, limit)
+
+
+def _cut(text: str, limit: int) -> str:
+    """Between characters, not inside one."""
+    return text.encode()[:limit].decode(errors="ignore")
 
 
 def _text(text: str, limit: int) -> bytes:
