@@ -392,7 +392,7 @@ class Client:
         while (duty := self._await_duty()) is not None:
             duty()
 
-    def _await_duty(self) -> Callable[[], object] | None:
+    def _await_duty(self) -> Callable[[], None] | None:
         """What to do next, once it is time; None at the end."""
         with self._handover:
             while True:
@@ -402,7 +402,7 @@ class Client:
                     return duty
                 self._handover.wait(None if at_s == math.inf else at_s - now)
 
-    def _next_duty(self, now: float) -> tuple[float, Callable[[], object] | None]:
+    def _next_duty(self, now: float) -> tuple[float, Callable[[], None] | None]:
         """When to do what; None: there is no more to do. Requires the lock."""
         if self._state is ClientState.CONNECTING:
             return self._pass_at_s, self._try_endpoints
@@ -420,21 +420,20 @@ class Client:
             key=lambda one: one[0],
         )
 
-    def _try_endpoints(self) -> bool:
-        """Connect to the first endpoint that takes us. True also once there is nothing left to try for."""
+    def _try_endpoints(self) -> None:
+        """Connect to the first endpoint that takes us."""
         with self._handover:
             endpoints = self._route.new_pass()
         for endpoint in endpoints:
             if self._state is not ClientState.CONNECTING:
-                return True
+                return
             connection = self._try(endpoint, self._lost)
             if connection is not None:
                 self._publish(connection)
-                return True
+                return
         with self._handover:
             self._pass_at_s = self._clock() + self._delay_s
             self._delay_s = min(2 * self._delay_s, self._backoff_max_s)
-            return self._state is not ClientState.CONNECTING
 
     def _look_at_preferred(self) -> None:
         """See whether a worker that is preferred to the one in use is back, and if so move to it."""
