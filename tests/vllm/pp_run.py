@@ -35,14 +35,20 @@ def main() -> None:
 
 
 def end_with_a_stale_header(llm: Any, phase: dict[str, Any], protocol: TextIO) -> dict[str, Any]:
-    """Run `phase` until the last stage sends one: at which step it did, and what the engine told whoever waited for it."""
+    """Run `phase` until the last stage sends one: at which step it did, what the engine told whoever waited for it, and with
+    which status each stage's process ended.
+    """
     sequence = max(llm.collective_rpc("pp_send_a_stale_header"))
+    stages = [worker.proc for worker in llm.llm_engine.engine_core.engine_core.model_executor.workers]
     print(ENDS, file=sys.stderr, flush=True)
+    ended_by = "nothing"
     try:
         engine_run.run_phase(llm.llm_engine, phase, protocol, None)
     except Exception as error:
-        return {"stale_at": sequence, "ended_by": repr(error)}
-    return {"stale_at": sequence, "ended_by": "nothing"}
+        ended_by = repr(error)
+        for stage in stages:
+            stage.join(30)
+    return {"stale_at": sequence, "ended_by": ended_by, "stages_ended_with": [stage.exitcode for stage in stages]}
 
 
 def refusal_of_structure(llm: Any) -> str:
