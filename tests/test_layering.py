@@ -104,8 +104,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker.batch": set(),
     "worker.session": CORE | {"native.round_calls", "wire", "worker.batch"},
     "worker.turns": {"worker.batch", "worker.session"},
+    "worker.greeting": {"wire", "worker.batch"},
     "worker.server": CORE
-    | {"native.round_calls", "wire", "transport", "worker.config", "worker.batch", "worker.session", "worker.turns"},
+    | {"native.round_calls", "wire", "transport"}
+    | {"worker.config", "worker.batch", "worker.greeting", "worker.session", "worker.turns"},
     "worker.checkpoint": CORE | {"worker.batch", "worker.checkpoint"},
     "worker.context": CORE | {"worker.batch"},
     "worker.device": CORE | {"worker.context", "worker.graphs", "worker.models", "worker.ring_attention"},

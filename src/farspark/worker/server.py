@@ -29,9 +29,10 @@ from farspark.transport.base import Channel, Listener, Piece
 from farspark.wire import codec, layout
 from farspark.wire.auth import WorkerSide
 from farspark.wire.layout import FrameStatus, HeaderFlag, HelloFlag, Operation, StepFlag
-from farspark.wire.messages import Header, Hello, Judge, Step, StepReply, Welcome, make_header
+from farspark.wire.messages import Header, Hello, Judge, Step, StepReply, make_header
 from farspark.worker.batch import DraftBatch, Drafter
 from farspark.worker.config import WorkerConfig
+from farspark.worker.greeting import judge_hello, make_welcome
 from farspark.worker.session import Plan, Session, SlotPool
 from farspark.worker.turns import Turns
 
@@ -53,7 +54,6 @@ _NEVER, _NONE = Deadline.never(), memoryview(b"")
 _STEP_HEADERS = layout.HEADER.size + layout.STEP.size
 _REPLY, _DRAINING, _SAMPLED = int(HeaderFlag.REPLY), int(HeaderFlag.DRAINING), int(StepFlag.SAMPLED)
 _FLAGS_AT: Final = 7  # in a frame
-_NO_CHECK = bytes(layout.IDENTITY_BYTES)
 
 
 @dataclass(eq=False, slots=True)
@@ -611,7 +611,7 @@ class Server:
             return _refusal(FrameStatus.AUTH, "HELLO has other identities than were proven; prove these first")
         if self._is_draining:
             return _refusal(FrameStatus.BUSY, "this worker is about to stop; use another one")
-        status, message = self._judge(header, hello)
+        status, message = judge_hello(self._info, header.session, hello)
         if status is FrameStatus.OK:
             with self._sessions:
                 self._begin_session(connection, header.session, hello)
@@ -626,81 +626,15 @@ class Server:
             )
         else:
             logger.warning("%s: HELLO of engine %r refused: %s", connection.channel.lane, hello.engine, message)
-        info = self._info
-        welcome = Welcome(
+        welcome = make_welcome(
+            self._info,
+            hello,
+            message,
             worker=self._config.name,
-            kind=info.kind,
-            identity=info.identity,
-            markov_identity=info.markov_identity,
-            vocab_size=info.vocab_size,
-            context=min(hello.context, info.context),
-            window=info.window,
-            slots=info.slots,
             max_rows=self._max_rows,
-            num_drafts=info.num_drafts,
-            flags=hello.flags,
-            message=message,
             lease_s=self._config.lease_s,
         )
         return _Reply(status, codec.encode_welcome(welcome))
-
-    def _judge(self, header: Header, hello: Hello) -> tuple[FrameStatus, str]:
-        """Whether this engine can be served; everything that differs, with both values and what to do about it."""
-        info = self._info
-        if hello.identity != info.identity:
-            return FrameStatus.IDENTITY, _differs(
-                "drafter identity",
-                hello.identity.hex(),
-                info.identity.hex(),
-                "serve the checkpoint that the engine names",
-            )
-        if hello.markov_identity not in (_NO_CHECK, info.markov_identity):
-            return FrameStatus.MARKOV_IDENTITY, _differs(
-                "Markov identity", hello.markov_identity.hex(), info.markov_identity.hex(), "use equal Markov heads"
-            )
-        differences = [
-            _differs(what, ours, theirs, remedy)
-            for what, ours, theirs, remedy in (
-                ("dtype", hello.dtype, int(layout.Dtype.BF16), "rows are sent as bf16"),
-                ("taps", hello.taps, info.taps, "the target must tap the layers that the drafter was trained on"),
-                ("hidden size", hello.hidden_size, info.hidden_size, "the drafter is of another target"),
-                ("row bytes", hello.row_bytes, info.row_bytes, "the drafter is of another target"),
-                ("vocabulary", hello.vocab_size, info.vocab_size, "the drafter is of another target"),
-                ("N", hello.num_drafts, info.num_drafts, f"start the worker with --drafts {hello.num_drafts}"),
-            )
-            if ours != theirs
-        ]
-        if not 1 <= hello.slots <= info.slots:
-            differences.append(
-                _differs("slots", hello.slots, info.slots, f"start the worker with --slots {hello.slots}")
-            )
-        if hello.flags & HelloFlag.SAMPLED:
-            differences += self._why_no_samples(hello)
-        if hello.context < 1:
-            differences.append(_differs("context", hello.context, info.context, "ask for at least 1 position"))
-        if not header.session:
-            differences.append("session 0 is not a session: the engine makes a random one")
-        if differences:
-            return FrameStatus.CONFIG, "; ".join(differences)
-        if hello.context > info.context:
-            return FrameStatus.OK, f"context: engine {hello.context}, worker {info.context}; the smaller one is used"
-        return FrameStatus.OK, ""
-
-    def _why_no_samples(self, hello: Hello) -> list[str]:
-        """Why sampled drafts cannot be granted."""
-        info = self._info
-        if info.support != layout.SUPPORT_IDS:
-            return [
-                f"sampled drafts: they are drawn from {layout.SUPPORT_IDS} ids, and this drafter ({info.kind}, "
-                f"{info.vocab_size} ids) does not draw; unset VLLM_DSPARK_SAMPLED_TOP32"
-            ]
-        size = codec.step_reply_bytes(hello.slots, info.num_drafts, int(StepFlag.MARGINS | StepFlag.SAMPLED))
-        if size > layout.MAX_REPLY_BYTES:
-            return [
-                f"sampled drafts: a reply for {hello.slots} slots of {info.num_drafts} drafts has {size} bytes, at most "
-                f"{layout.MAX_REPLY_BYTES}; serve fewer requests at once, or unset VLLM_DSPARK_SAMPLED_TOP32"
-            ]
-        return []
 
     def _judge_chains(self, connection: _Connection, header: Header, judge: Judge) -> _Reply:
         """With the drafter to itself."""
@@ -861,7 +795,3 @@ def _no_session(header: Header) -> _Reply:
 
 def _bad_frame(message: str) -> _Reply:
     return _refusal(FrameStatus.BAD_FRAME, message)
-
-
-def _differs(what: str, engines: object, workers: object, remedy: str) -> str:
-    return f"{what}: engine {engines}, worker {workers} ({remedy})"
