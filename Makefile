@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.farspark-ready
 PACKAGES := packages/vllm-cpu-engine packages/smollm2-drafter
 PYTEST_ARGS ?=
+# Real engines in one process, all other tests beside it in another; LANES= has one after the other.
+LANES ?= -n 2
 ROUNDS ?= 20000
 SEED ?=
 PROMPT ?=
@@ -45,7 +47,7 @@ demo: $(READY) ## real vLLM with remote drafts; PROMPT='…' for your own, DEMO_
 	$(BIN)/farspark demo $(if $(value PROMPT),--prompt $(call quote,$(value PROMPT))) $(DEMO_ARGS)
 
 test: $(READY) ## every test that needs no GPU, real vLLM included
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(LANES) $(PYTEST_ARGS)
 
 # The slow ones among them take about an hour: PYTEST_ARGS=--slow.
 pp-test: $(READY) ## the pipeline's token transport: units, Gloo ranks, real vLLM in stages

@@ -1,8 +1,9 @@
-"""Marks that are not run by default say why; fixtures that several rooms use."""
+"""Marks that are not run by default say why, two lanes where tests run in parallel, fixtures that several rooms use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -22,6 +23,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
         if item.get_closest_marker("gpu") and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+# Where the tests of real engines are.
+ENGINES = ("tests/vllm/", "tests/engine/vllm/test_overlay.py", "packages/vllm-cpu-engine/")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n 2`: real engines one after the other in one lane, all else in another, so that networks of tests and what takes
+    whole cores never meet their like."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class TwoLanes(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "engines" if nodeid.startswith(ENGINES) else "others"
+
+    return TwoLanes(config, log)
 
 
 def _has_cuda() -> bool:
