@@ -109,11 +109,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"native.round_calls", "wire", "transport"}
     | {"worker.config", "worker.batch", "worker.greeting", "worker.session", "worker.turns"},
     "worker.checkpoint": CORE | {"worker.batch", "worker.checkpoint"},
-    "worker.context": CORE | {"worker.batch"},
+    "worker.context": CORE | {"worker.batch", "worker.memory"},
     "worker.device": CORE | {"worker.context", "worker.graphs", "worker.models", "worker.ring_attention"},
     "worker.drafter": CORE
-    | {"worker.batch", "worker.checkpoint", "worker.context", "worker.device", "worker.graphs", "worker.models"},
+    | {"worker.batch", "worker.checkpoint", "worker.context", "worker.device", "worker.graphs", "worker.memory"}
+    | {"worker.models"},
     "worker.graphs": set(),
+    "worker.memory": CORE,
     "worker.models": CORE | {"worker.checkpoint", "worker.models"},
     "worker.ring_attention": set(),
     "probe": CORE | {"wire", "transport", "probe"},
@@ -148,6 +150,7 @@ ONLY_IN: dict[str, set[str]] = {
         "worker.device",
         "worker.drafter",
         "worker.graphs",
+        "worker.memory",
         "worker.models",
         "worker.ring_attention",
     },

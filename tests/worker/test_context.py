@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +8,8 @@ import torch
 from torch import Tensor
 
 from farspark.errors import ConfigError
-from farspark.worker.context import ContextShape, ContextStore, free_bytes, host_free_bytes
+from farspark.worker.context import ContextShape, ContextStore
+from farspark.worker.memory import HEADROOM_BYTES
 from farspark.worker.models.base import Arithmetic
 
 CPU = torch.device("cpu")
@@ -150,26 +150,6 @@ def test_GB10_MEM_too_large_a_store_is_refused_before_it_is_allocated() -> None:
     shape = ContextShape(layers=5, entry=(2, 8, 128), slots=1 << 20, context=4096, block=7, dtype=torch.bfloat16)
     with pytest.raises(ConfigError) as caught:
         ContextStore(shape, CPU)
-    assert f"takes {shape.byte_count:,} bytes on cpu" in str(caught.value)
+    assert f"takes {shape.byte_count + HEADROOM_BYTES:,} bytes on cpu" in str(caught.value)
     assert "lower the context or the slots" in str(caught.value)
     assert "bytes are free" in str(caught.value)
-
-
-def test_GB10_MEM_a_gpu_that_does_not_answer_is_asked_through_the_host() -> None:
-    """Without a GPU the driver's query raises, as it does on machines whose GPU shares the host's memory."""
-    if torch.cuda.is_available():
-        pytest.skip("the query answers here")
-    answer, host = free_bytes(torch.device("cuda", 0)), host_free_bytes()
-    assert answer is not None
-    assert host is not None
-    assert answer == pytest.approx(host, rel=0.2)
-
-
-def test_GB10_MEM_available_memory_is_read_from_the_kernels_words(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:       100 kB\nMemFree:  1 kB\nMemAvailable:     77 kB\n")
-    assert host_free_bytes(str(meminfo)) == 77 * 1024
-    for text in ("MemTotal: 100 kB\n", "MemAvailable:\n", "MemAvailable: lots\n"):
-        meminfo.write_text(text)
-        assert host_free_bytes(str(meminfo)) is None
-    assert host_free_bytes(str(tmp_path / "nothing")) is None

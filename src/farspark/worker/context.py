@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farspark.errors import ConfigError
+from farspark.worker.memory import HEADROOM_BYTES, require_memory
 
 RingAttention = Callable[..., Tensor]
 # Longer heads leave a GPU's program no room for keys and values beside each other: the models' own attention serves those.
 LONGEST_FUSED_HEAD = 256
 
-# Left free beside the context: activations of a step, and the allocator's own rounding.
-HEADROOM_BYTES = 256 << 20
+SMALLER_CONTEXT = "lower the context or the slots (--context, --slots)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,9 @@ class ContextShape:
     def byte_count(self) -> int:
         return self.layers * self.rows * math.prod(self.entry) * self.dtype.itemsize
 
+    def __str__(self) -> str:
+        return f"a context of {self.context} positions for {self.slots} slots"
+
 
 class ContextStore:
     """Used under the drafting lock, by one thread at a time. Raises ConfigError when the device has not got the memory."""
@@ -60,12 +63,14 @@ class ContextStore:
         self.zero_row = shape.slots * shape.context  # always zeros, never written
         self.scratch_row = self.zero_row + 1  # written for padding, never read
         self._block_row = self.zero_row + 2  # entries of the block in flight, one layer after the other
-        require_memory(shape, device)
+        require_memory(f"{shape} with room to work", shape.byte_count + HEADROOM_BYTES, device, SMALLER_CONTEXT)
         try:
             # Zeroed, so that the memory is really taken here and not when a request arrives.
             self.entries = torch.zeros((shape.layers, shape.rows, *shape.entry), dtype=shape.dtype, device=device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            raise ConfigError(f"{_too_large(shape, device)}: {error}") from error
+            raise ConfigError(
+                f"{shape} takes {shape.byte_count:,} bytes on {device}, which cannot be had ({error}); {SMALLER_CONTEXT}"
+            ) from error
 
     def destinations(self, slot: int, first: int, count: int) -> npt.NDArray[np.int64]:
         """Rows of positions first .. first + count - 1 of `slot`; `count` is at most the context."""
@@ -145,44 +150,3 @@ class ContextView:
             context=store.shape.context,
             scale=scale,
         )
-
-
-def require_memory(shape: ContextShape, device: torch.device) -> None:
-    """Raise ConfigError if the store would not fit in what is free; say nothing where that is not known."""
-    free = free_bytes(device)
-    if free is not None and shape.byte_count + HEADROOM_BYTES > free:
-        raise ConfigError(f"{_too_large(shape, device)}: {free:,} bytes are free")
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Free memory of `device`; None when nothing tells.
-
-    GPUs that share the host's memory (GB10) refuse the driver's query or answer with a part of the truth; what the
-    kernel calls available is then the best that is known.
-    """
-    if device.type == "cuda":
-        try:
-            free, total = torch.cuda.mem_get_info(device)
-        except (RuntimeError, AssertionError, OSError):
-            return host_free_bytes()
-        if total > 0:
-            return free
-    return host_free_bytes()
-
-
-def host_free_bytes(meminfo: str = "/proc/meminfo") -> int | None:
-    try:
-        with open(meminfo, encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
-
-
-def _too_large(shape: ContextShape, device: torch.device) -> str:
-    return (
-        f"a context of {shape.context} positions for {shape.slots} slots takes {shape.byte_count:,} bytes on {device}, "
-        "and that is not to be had; lower the context or the slots"
-    )

@@ -34,11 +34,12 @@ from farspark.worker.batch import (
 )
 from farspark.worker.checkpoint import DrafterConfig, LoadedCheckpoint, load_checkpoint, no_progress
 from farspark.worker.checkpoint.load import FilePath
-from farspark.worker.context import ContextShape, ContextStore
+from farspark.worker.context import SMALLER_CONTEXT, ContextShape, ContextStore
 from farspark.worker.device import DeviceWork, open_device, work_on
 from farspark.worker.graphs import DeviceCalls
-from farspark.worker.models.base import DraftModel
-from farspark.worker.models.families import DEFAULT_OPTIONS, ModelOptions, build_model
+from farspark.worker.memory import HEADROOM_BYTES, require_memory
+from farspark.worker.models.base import Arithmetic, DraftModel
+from farspark.worker.models.families import DEFAULT_OPTIONS, ModelOptions, build_model, footprint_of
 from farspark.worker.models.heads import SUPPORT, Draw, draw, draw_uniforms, greedy, margin
 
 logger = logging.getLogger(__name__)
@@ -529,8 +530,17 @@ def open_drafter(
             return tensor.to(device=where, copy=True)
         return tensor.to(device=where, dtype=arithmetic.dtype, copy=True).to(arithmetic.carrier)
 
+    def admit(config: DrafterConfig) -> None:
+        shape = _context_shape(config, arithmetic, slots, context, num_drafts)
+        held, making = footprint_of(config, arithmetic, where)
+        work_bytes = max(HEADROOM_BYTES, making)
+        what = f"the drafter in {Path(checkpoint)}, its weights of {held:,} bytes and room to work"
+        require_memory(what, held + work_bytes, where, "free some there, or take a device with more")
+        both = held + max(making, shape.byte_count + HEADROOM_BYTES)
+        require_memory(f"{what}, with {shape}", both, where, SMALLER_CONTEXT)
+
     try:
-        loaded = load_checkpoint(checkpoint, target, progress, place=place)
+        loaded = load_checkpoint(checkpoint, target, progress, place=place, admit=admit)
         return assemble(loaded, where, work, slots, context, num_drafts, options)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the drafter in {Path(checkpoint)} does not fit on {where}: {error}") from error
@@ -547,22 +557,10 @@ def assemble(
     shapes: Shapes | None = None,
 ) -> DSparkDrafter:
     """A drafter from a loaded checkpoint whose tensors are on `device` as placed; they are taken out of it."""
-    config = loaded.config
-    if num_drafts is not None and not 1 <= num_drafts <= config.max_drafts:
-        raise ConfigError(f"{num_drafts} drafts wanted; this checkpoint drafts blocks of 1 to {config.max_drafts}")
-    count = num_drafts or config.max_drafts
-    # Positions end at max_position and a window slides: a larger context could never be filled or read.
-    context = min(context, config.max_position, config.window or context)
-    arithmetic = work.arithmetic
+    config, arithmetic = loaded.config, work.arithmetic
+    shape = _context_shape(config, arithmetic, slots, context, num_drafts)
+    context, count = shape.context, num_drafts or config.max_drafts
     model = build_model(loaded, arithmetic, options)
-    shape = ContextShape(
-        layers=model.context_layers,
-        entry=model.context_entry,
-        slots=slots,
-        context=context,
-        block=count if config.anchor_predicts else 1 + count,
-        dtype=arithmetic.carrier,
-    )
     store = ContextStore(shape, device, work.attention)
     drafted = loaded.vocab_size if model.to_target is None else len(model.to_target)
     info = DrafterInfo(
@@ -586,3 +584,20 @@ def assemble(
         support=SUPPORT if drafted >= SUPPORT else 0,
     )
     return DSparkDrafter(model, store, info, config, shapes or Shapes.of(device, slots, context, count), work.calls)
+
+
+def _context_shape(
+    config: DrafterConfig, arithmetic: Arithmetic, slots: int, context: int, num_drafts: int | None
+) -> ContextShape:
+    if num_drafts is not None and not 1 <= num_drafts <= config.max_drafts:
+        raise ConfigError(f"{num_drafts} drafts wanted; this checkpoint drafts blocks of 1 to {config.max_drafts}")
+    count = num_drafts or config.max_drafts
+    return ContextShape(
+        layers=config.context_layers,
+        entry=config.context_entry,
+        slots=slots,
+        # Positions end at max_position and a window slides: a larger context could never be filled or read.
+        context=min(context, config.max_position, config.window or context),
+        block=count if config.anchor_predicts else 1 + count,
+        dtype=arithmetic.carrier,
+    )

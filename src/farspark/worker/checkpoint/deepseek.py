@@ -149,6 +149,14 @@ class DeepseekV4Config:
         return self.taps * self.tap_size * 2
 
     @property
+    def context_layers(self) -> int:
+        return self.stages
+
+    @property
+    def context_entry(self) -> tuple[int, ...]:
+        return (self.head_dim,)  # one latent, key and value at once
+
+    @property
     def markov_names(self) -> tuple[str, str]:
         """(the previous token's embedding, the projection to the vocabulary) of the last stage."""
         head = f"{STAGES}{self.stages - 1}.markov_head."

@@ -105,6 +105,14 @@ class DenseConfig:
         return self.taps * self.tap_size * 2
 
     @property
+    def context_layers(self) -> int:
+        return self.num_layers
+
+    @property
+    def context_entry(self) -> tuple[int, ...]:
+        return 2, self.num_kv_heads, self.head_dim  # keys, values
+
+    @property
     def is_reduced(self) -> bool:
         """Whether only some of the target's ids are drafted."""
         return self.draft_vocab_size < self.vocab_size

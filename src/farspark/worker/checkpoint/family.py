@@ -72,6 +72,16 @@ class DrafterConfig(Protocol):
         """Bytes of one context row: all taps of one position, bf16."""
         ...
 
+    @property
+    def context_layers(self) -> int:
+        """Layers that keep entries of their own of every context position."""
+        ...
+
+    @property
+    def context_entry(self) -> tuple[int, ...]:
+        """Shape of what one context position takes in one layer."""
+        ...
+
     def identity_values(self) -> dict[str, object]:
         """The part of the config that the identity covers, as JSON values; equal for every spelling of the same drafter."""
         ...

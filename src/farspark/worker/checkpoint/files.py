@@ -103,7 +103,7 @@ class TensorFiles:
         try:
             file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             names = {name for name in file.keys() if self._wanted(name)}  # noqa: SIM118 - it is not a dict
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, RuntimeError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
         self._files[path] = file
         return names

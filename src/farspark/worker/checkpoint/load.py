@@ -89,14 +89,17 @@ def load_checkpoint(
     progress: Progress = no_progress,
     *,
     place: Place = copy_of,
+    admit: Callable[[DrafterConfig], None] = lambda config: None,
 ) -> LoadedCheckpoint:
     """Read the drafter in the folder `path`, with what it lacks from the target's folder, and hash it on the way.
 
-    Every name, shape and dtype is checked before the first tensor is read; every tensor is read once.
+    Every name, shape and dtype is checked before the first tensor is read; every tensor is read once. In between `admit` may
+    raise, because of what the drafter turns out to be.
     Raises CheckpointError naming the file, the key or the tensor.
     """
     with ExitStack() as stack:
         found = _find(Path(path), None if target is None else Path(target), stack)
+        admit(found.config)
         tensors: dict[str, Tensor] = {}
         as_stored = found.config.stored_dtypes().keys()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from farspark.worker.models.experts import RoutedExperts
 
 VOCABULARY_BLOCK = 256
+
+
+class Footprint(NamedTuple):
+    """Bytes that a model takes, known from its config."""
+
+    held: int  # its weights as it holds them
+    making: int  # what lies beside them while it is made
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,16 +201,6 @@ class DraftModel(Protocol):
 
     @property
     def arithmetic(self) -> Arithmetic: ...
-
-    @property
-    def context_layers(self) -> int:
-        """Layers that keep entries of their own."""
-        ...
-
-    @property
-    def context_entry(self) -> tuple[int, ...]:
-        """Shape of what one position takes in one layer."""
-        ...
 
     @property
     def markov(self) -> MarkovHead | None: ...

@@ -28,7 +28,7 @@ from farspark.worker.checkpoint.deepseek import (
     V41_KV_GROUP,
     DeepseekV4Config,
 )
-from farspark.worker.models.base import Arithmetic, BlockContext
+from farspark.worker.models.base import Arithmetic, BlockContext, Footprint
 from farspark.worker.models.experts import Experts, RoutedExperts, Router, SharedExpert
 from farspark.worker.models.heads import ConfidenceHead, MarkovHead, VanillaMarkov
 from farspark.worker.models.hyper_connections import HyperConnection, HyperHead
@@ -103,8 +103,6 @@ class DeepseekV4:
         self._is_reference = is_reference
         take = _Weights(config, tensors, arithmetic, is_reference)
         device = tensors[EMBED].device
-        self.context_layers = config.stages
-        self.context_entry = (config.head_dim,)
         self.weight_bytes = weight_bytes(config, arithmetic, on_cpu=device.type == "cpu")
 
         first, last = f"{STAGES}0.", f"{STAGES}{config.stages - 1}."
@@ -334,6 +332,17 @@ def _checked(name: str, decoded: Tensor) -> Tensor:
     if not bool(decoded.float().isfinite().all()):
         raise CheckpointError(f"{name}: a NaN in the weight or its scale; the file is damaged")
     return decoded
+
+
+def footprint(config: DeepseekV4Config, arithmetic: Arithmetic, device: torch.device) -> Footprint:
+    """`DraftModel.weight_bytes`, and the packed experts of a stage that wait to be decoded, or to be laid side by side.
+
+    A CPU takes the memory of what is decoded only as it is written to, while what was packed is given back.
+    """
+    on_cpu = device.type == "cpu"
+    matrix = config.experts * config.moe_intermediate_size * config.hidden_size // 2
+    making = 0 if on_cpu else matrix if arithmetic.packed_experts is not None else 3 * matrix
+    return Footprint(weight_bytes(config, arithmetic, on_cpu=on_cpu), making)
 
 
 def weight_bytes(config: DeepseekV4Config, arithmetic: Arithmetic, *, on_cpu: bool) -> int:

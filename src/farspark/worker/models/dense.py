@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from farspark.errors import CheckpointError
 from farspark.worker.checkpoint import D2T, DenseConfig
-from farspark.worker.models.base import Arithmetic
+from farspark.worker.models.base import Arithmetic, Footprint
 from farspark.worker.models.heads import (
     ConfidenceHead,
     GatedMarkov,
@@ -19,6 +20,17 @@ from farspark.worker.models.heads import (
     SoftCappedMarkov,
     VanillaMarkov,
 )
+
+
+def footprint(config: DenseConfig, arithmetic: Arithmetic, device: torch.device) -> Footprint:
+    """All weights in the carrier dtype but for few and small ones, counted as the widest that they may be stored in."""
+    shapes, stored = config.tensor_shapes(), config.stored_dtypes()
+    size = arithmetic.carrier.itemsize
+    held = sum(math.prod(shape) * (8 if name in stored else size) for name, shape in shapes.items())
+    # Before they are one, the parts of what is merged lie beside the whole: all keys and values, or a layer's gate and up.
+    keys_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * config.hidden_size
+    gate_up = 2 * config.intermediate_size * config.hidden_size
+    return Footprint(held, max(keys_values, gate_up) * size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,6 @@ class Gemma4DSpark:
     ) -> None:
         """`as_trained`: the Markov bias is added as it is, as DeepSpec does; vLLM soft-caps it like the base logits."""
         self.arithmetic = arithmetic
-        self.context_layers = config.num_layers
-        self.context_entry = (2, config.num_kv_heads, config.head_dim)
         self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._config = config
         rest = tensors

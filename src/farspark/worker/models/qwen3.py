@@ -39,8 +39,6 @@ class Qwen3DSpark:
     ) -> None:
         """`as_trained`: layers with a window see what they saw in training, not what vLLM shows them."""
         self.arithmetic = arithmetic
-        self.context_layers = config.num_layers
-        self.context_entry: tuple[int, ...] = (2, config.num_kv_heads, config.head_dim)
         self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._config = config
         self._as_trained = as_trained
