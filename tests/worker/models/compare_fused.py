@@ -19,6 +19,7 @@ from farspark.worker.checkpoint import load_checkpoint
 from farspark.worker.context import ContextShape, ContextStore
 from farspark.worker.models import fused_streams
 from farspark.worker.models.base import Arithmetic
+from farspark.worker.models.dense import seen
 from farspark.worker.models.experts import Experts, Routing
 from farspark.worker.models.families import DEFAULT_OPTIONS, build_model
 from farspark.worker.models.fused import FusedArithmetic, greedy_chain
@@ -127,11 +128,14 @@ class Cases:
             held[~is_seen.to(self.device)] = float("nan")
             fused.entries[0, : len(held)] = held
             query, own = self.random(4, length, heads, dim), self.random(4, length, 2, kv_heads, dim)
-            answers = [
-                self.plain.attend(store.view(slots, anchors, visible_from, context, length), 0, query, own, dim**-0.5)
-                for store in (plain, fused)
-            ]
-            yield f"attention of {heads} heads on {kv_heads}, context {context}", answers[0], answers[1]
+            # The kernel knows no window: a layer that has one must not come to it.
+            window = seen(length, context, context // 4, True, as_trained=False, device=self.device)
+            for kind, mask in (("full", None), ("windowed", window)):
+                answers = [
+                    self.plain.attend(view, 0, query, own, dim**-0.5, mask)
+                    for view in (store.view(slots, anchors, visible_from, context, length) for store in (plain, fused))
+                ]
+                yield f"{kind} attention of {heads} heads on {kv_heads}, context {context}", answers[0], answers[1]
 
     def experts(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         for count, inner, width, tokens, per_token in ((6, 96, 160, 7, 2), (4, 64, 64, 40, 3)):
@@ -181,7 +185,7 @@ class Cases:
                     checkpoint, place=lambda name, tensor, as_stored: tensor.to(self.device, copy=True)
                 )
                 model = build_model(loaded, arithmetic, DEFAULT_OPTIONS)
-                shape = ContextShape(model.context_layers, model.context_entry, 2, 16, 5, self.dtype)
+                shape = ContextShape(loaded.config.context_layers, loaded.config.context_entry, 2, 16, 5, self.dtype)
                 store = ContextStore(shape, self.device)
                 tokens = torch.tensor([[9, 1, 1, 1, 1]], device=self.device)
                 anchors = torch.tensor([7], device=self.device)

@@ -23,7 +23,16 @@ def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_kernels_compute_what_the_plain_operations_compute() -> None:
     done = compare("cpu", "float32")
     assert done.returncode == 0, done.stdout + done.stderr
-    for kernel in ("norm", "silu", "rotate a block", "keys of a context", "chain", "attention", "experts"):
+    for kernel in (
+        "norm",
+        "silu",
+        "rotate a block",
+        "keys of a context",
+        "chain",
+        "full attention",
+        "windowed attention",
+        "experts",
+    ):
         assert kernel in done.stdout
 
 
