@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import types
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +41,15 @@ def test_every_option_has_a_help_text(command: str, capsys: pytest.CaptureFixtur
         main([command, "--help"])
     assert left.value.code == 0
     assert "usage: farspark" in capsys.readouterr().out
+
+
+def test_no_default_is_shown_that_is_no_value(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["worker", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(default: 4096)" in said
+    assert "default: None" not in said
+    assert "default: False" not in said
 
 
 def _parser_of(command: str) -> argparse.ArgumentParser:
@@ -111,3 +123,47 @@ def test_help_and_version_need_neither_torch_nor_numpy() -> None:
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "farspark", "--version"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"farspark {__version__}\n")
+
+
+def farspark(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "farspark", *arguments], stderr=subprocess.PIPE, text=True, check=False, **options
+    )
+
+
+@pytest.mark.parametrize("arguments", [["check", "--list"], ["run", "--explain", "A.env"]])
+def test_a_reader_that_has_had_enough_ends_a_command_without_a_word(arguments: list[str], tmp_path: Path) -> None:
+    """As `farspark check --list | head -1`."""
+    (tmp_path / "A.env").write_text("VLLM_DSPARK_REMOTE=\n")
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = farspark(*arguments, stdout=write_end, cwd=tmp_path)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_disk_without_room_for_the_output_is_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        done = farspark("check", "--list", stdout=full)
+    assert (done.returncode, done.stderr) == (1, "farspark: cannot write: No space left on device\n")
+
+
+def test_a_terminal_that_has_no_such_letters_gets_others() -> None:
+    """A help text has an ellipsis, an error the caller's own words."""
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = farspark("probe", "--help", stdout=subprocess.PIPE, env=environ)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ucx://\\u2026" in done.stdout
+
+
+def test_no_command_needs_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user id without an entry in the password database, as containers have, and no HOME."""
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0

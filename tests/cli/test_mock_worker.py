@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -137,3 +138,13 @@ def test_with_a_token_the_mock_may_listen_on_the_network_and_demands_it(
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_port_that_is_taken_is_said_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        assert main(["mock-worker", "--listen", listen, *SHAPE_OPTIONS]) == 2
+    said = (
+        f"farspark: --listen {listen}: cannot listen: the port is in use; stop what listens there or choose another\n"
+    )
+    assert capsys.readouterr().err == said

@@ -162,6 +162,29 @@ def test_ctrl_c_stops_a_worker_that_nobody_uses(tmp_path: Path) -> None:
         assert "Traceback" not in output
 
 
+@pytest.mark.parametrize(("is_impatient", "drain_s", "code"), [(False, 0.2, 0), (True, 60, 130)])
+def test_a_worker_whose_output_nobody_reads_any_more_stops_as_it_should(
+    is_impatient: bool, drain_s: float, code: int, tmp_path: Path
+) -> None:
+    """As `farspark worker … 2>&1 | tee log`: Ctrl-C ends tee first, and the worker still has sessions to see off."""
+    with running(write_tiny(tmp_path / "drafter"), tmp_path / "ready", "--drain-s", drain_s) as process:
+        assert process.stdout is not None
+        endpoint = (tmp_path / "ready").read_text().strip()
+        with contextlib.closing(connect(endpoint, Deadline.after(30))) as channel:
+            info = open_drafter(tmp_path / "drafter", slots=1, context=16).info
+            hello = shape_for(info, ring=16, slots=2, context=16).hello(
+                engine="test", identity=info.identity, markov_identity=info.markov_identity, want_margin=False
+            )
+            assert say_hello(channel, hello)[0] == FrameStatus.OK
+            process.stdout.close()
+            process.stdout = None
+            process.send_signal(signal.SIGINT)
+            while is_impatient and process.poll() is None:
+                time.sleep(0.1)
+                process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == code
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from farspark.errors import ConfigError
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from farspark.demo.prompts import PROMPTS
@@ -30,30 +32,37 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--cache",
         type=Path,
-        default=Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farspark",
         metavar="DIR",
-        help="where the converted target is kept between runs (default: %(default)s)",
+        help="where the converted target is kept between runs (default: farspark in XDG_CACHE_HOME, else ~/.cache/farspark)",
     )
     parser.set_defaults(run=run, prompts=PROMPTS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from farspark.demo.run import DemoSettings, run_demo
-    from farspark.errors import ConfigError
 
     if arguments.max_tokens < 1:
         raise ConfigError(f"--max-tokens {arguments.max_tokens}: expected 1 or more")
+    if arguments.json is not None and (arguments.json.is_dir() or not arguments.json.absolute().parent.is_dir()):
+        raise ConfigError(f"--json {arguments.json}: expected a file in a folder that exists")
     settings = DemoSettings(
         prompts=arguments.prompt or arguments.prompts,
         max_tokens=arguments.max_tokens,
         dtype=arguments.dtype,
-        cache=arguments.cache,
+        cache=arguments.cache or _user_cache(),
     )
     report = run_demo(settings, TerminalScreen())
     print(f"\n{report.as_text()}")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
     return 0 if report.text_equal else 1
+
+
+def _user_cache() -> Path:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farspark"
+    except RuntimeError as error:
+        raise ConfigError(f"this user has no home folder ({error}); give --cache DIR") from error
 
 
 class TerminalScreen:

@@ -1,7 +1,7 @@
 """The command `farspark`: its subcommands, and what an error becomes.
 
 Exit codes: 0 done, 1 it went wrong while running, 2 something that a person must put right (usage, settings, files),
-130 interrupted.
+130 interrupted, 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import farspark
+from farspark.cli.output import escape_what_cannot_be_shown, written_out
 from farspark.errors import ConfigError, FarsparkError
 
 # Each is a module of this package with `add_parser(subparsers)`, which sets `run`.
@@ -36,7 +37,13 @@ _EXTRAS = {"torch": "worker", "safetensors": "worker", "numpy": "worker"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Usage errors leave by SystemExit(2), as argparse does it."""
+    """Run one command and return its exit code. Usage errors, and output that cannot be written, leave by SystemExit."""
+    escape_what_cannot_be_shown()
+    with written_out():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     options = make_parser().parse_args(argv)
     try:
         code: int = options.run(options)

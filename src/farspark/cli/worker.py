@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from farspark.cli.output import let_go
 from farspark.cli.progress import shown_progress
 from farspark.errors import ConfigError
 from farspark.token_file import read_token
@@ -25,6 +26,13 @@ from farspark.worker.server import Server
 _DEFAULTS = WorkerConfig(checkpoint=Path())
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Says the defaults that are values; what leaving an option out means otherwise stands in its help text."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "worker",
@@ -32,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Load a DSpark drafter, warm it up, and draft for the engines that connect. The line 'ready on ...' "
         "appears once every shape that a step can have has been met. SIGTERM or Ctrl-C lets the engines move to another worker "
         "and finishes the rounds in hand; a second one ends at once.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder with config.json and the weights")
     parser.add_argument(
@@ -277,7 +285,8 @@ def _signalled() -> Iterator[_Signals]:
 
     def note(number: int, _frame: FrameType | None) -> None:
         if signals.is_last:
-            os.write(2, b"farspark: told to stop twice, ended at once\n")
+            with contextlib.suppress(OSError):  # nobody may be reading
+                os.write(2, b"farspark: told to stop twice, ended at once\n")
             os._exit(128 + number)
         os.write(signals.write_end, b"x")
 
@@ -313,4 +322,8 @@ def _drain(server: Server, signals: _Signals, drain_s: float) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    """Engines are served whether anybody reads this or not."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        let_go()

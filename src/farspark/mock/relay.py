@@ -24,6 +24,7 @@ from farspark.errors import ConfigError, FarsparkError, ProtocolError, Transport
 from farspark.mock.drafter import MockDrafter
 from farspark.mock.faults import Fault, spoiled
 from farspark.transport import Channel, Endpoint, connect, parse_endpoint
+from farspark.transport.addresses import reason
 from farspark.wire import auth, codec
 from farspark.wire.layout import MAX_GREETING_BYTES, FrameStatus, Operation
 from farspark.wire.messages import Proof
@@ -328,4 +329,4 @@ def _listening(endpoint: Endpoint) -> socket.socket:
         family = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((endpoint.host, endpoint.port), family=family, backlog=128)
     except OSError as error:
-        raise ConfigError(f"--listen {endpoint}: cannot listen: {error.strerror or error}") from error
+        raise ConfigError(f"--listen {endpoint}: cannot listen: {reason(error)}") from error

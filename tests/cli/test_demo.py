@@ -1,0 +1,36 @@
+"""`farspark demo`: what is said before minutes of work; the demo itself is run by `make demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farspark.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--max-tokens", "0"], "--max-tokens 0: expected 1 or more"),
+        (["--json", "/no/such/report"], "--json /no/such/report: expected a file in a folder that exists"),
+        (["--json", "/tmp"], "--json /tmp: expected a file in a folder that exists"),
+    ],
+)
+def test_what_a_person_must_put_right_is_said_at_once(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", *options]) == 2
+    assert capsys.readouterr().err == f"farspark: {said}\n"
+
+
+def test_a_user_without_a_home_is_asked_for_a_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert main(["demo"]) == 2
+    assert "give --cache DIR" in capsys.readouterr().err
