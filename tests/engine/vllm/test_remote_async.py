@@ -9,34 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.fakes.async_worker import WorkerProcess
-from tests.fakes.drafters import expected, info
+from tests.fakes.drafters import expected
+from tests.fakes.two_requests import INFO, QUERY, N, TwoRequests
 
-from farspark.engine.config import read_config
-from farspark.engine.gather.torch_gather import StepTensors
 from farspark.engine.handoff.stream import HostStream, SelfTestError, StreamStuckError
 from farspark.engine.result import RoundOutcome
-from farspark.engine.shape import ModelShape
 from farspark.engine.vllm import depths
-from farspark.engine.vllm.remote import Admissions, Batch, RemoteDrafter, RemoteDrafts, TpGroup
+from farspark.engine.vllm.remote import RemoteDrafts
 from farspark.errors import ConfigError
-
-INFO = info(context=16, slots=4)
-N, SLOTS = INFO.num_drafts, INFO.slots
-SHAPE = ModelShape(
-    num_drafts=N,
-    vocab_size=INFO.vocab_size,
-    hidden_size=INFO.hidden_size,
-    taps=INFO.taps,
-    slots=SLOTS,
-    context=16,
-    ring=16,
-    max_position=1 << 20,
-)
-QUERY = 3
 
 
 @pytest.fixture(scope="module")
@@ -45,72 +28,24 @@ def worker() -> Iterator[WorkerProcess]:
         yield worker
 
 
-class Engine:
-    """Two requests, three tokens a step; the drafts are asked of the stream's end."""
+class Engine(TwoRequests):
+    """With asynchronous rounds; the drafts are asked of the stream's end."""
 
     def __init__(self, endpoint: str, tmp_path: Path, make_stream: Any, size: int = 1, **settings: str) -> None:
-        self.stats_file = tmp_path / "stats.json"
-        environ = {
-            "VLLM_DSPARK_REMOTE": endpoint,
-            "VLLM_DSPARK_REMOTE_IDENTITY": INFO.identity.hex(),
-            "VLLM_DSPARK_REMOTE_POLICY": "capacity",
-            "VLLM_DSPARK_REMOTE_ASYNC": "1",
-            "VLLM_DSPARK_REMOTE_ASYNC_NAP_US": "20",
-            "VLLM_DSPARK_REMOTE_TIMEOUT_MS": "1000",
-            "VLLM_DSPARK_REMOTE_STRICT_START": "1",
-            "VLLM_DSPARK_REMOTE_STATS_FILE": str(self.stats_file),
-        } | {f"VLLM_DSPARK_REMOTE_{name}": value for name, value in settings.items()}
-        config = read_config({name: value for name, value in environ.items() if value})
-        assert config is not None
-        admissions = Admissions()
-        for slot in range(SLOTS):
-            admissions.admit(slot, f"request-{slot}")
-        self.sent: list[torch.Tensor] = []
-        self.drafter = RemoteDrafter(
-            config,
-            SHAPE,
-            max_tokens=32,
-            device=torch.device("cpu"),
-            tp=TpGroup(0, size, self.sent.append),
-            admissions=admissions,
-            engine="test",
-            facts={},
-            make_stream=make_stream,
-        )
-        self.drafter.start_serving()
-        self.end = 0
+        values = {"REMOTE_ASYNC": "1", "REMOTE_ASYNC_NAP_US": "20", "REMOTE_TIMEOUT_MS": "1000"}
+        values |= {f"REMOTE_{name}": value for name, value in settings.items()}
+        super().__init__(endpoint, tmp_path / "stats.json", values, ranks=size, make_stream=make_stream)
 
     def hidden(self, position: int, request: int, tap: int) -> torch.Tensor:
         return torch.full((INFO.hidden_size,), float(position % 100 + 128 * request + tap), dtype=torch.bfloat16)
 
     def step(self) -> RemoteDrafts:
-        positions = [self.end + i for i in range(QUERY)]
+        positions = range(self.end, self.end + QUERY)
         hidden = [
             torch.stack([self.hidden(position, request, tap) for request in range(2) for position in positions])
             for tap in range(INFO.taps)
         ]
-        self.drafter.begin(
-            StepTensors(
-                hidden=hidden,
-                positions=torch.tensor(positions * 2),
-                query_start_loc=torch.tensor([0, QUERY, 2 * QUERY], dtype=torch.int32),
-                slots=torch.arange(2),
-                num_sampled=torch.ones(2, dtype=torch.int32),
-                num_rejected=torch.zeros(2, dtype=torch.int32),
-                last_sampled=torch.full((SLOTS, 1), 7),
-                next_prefill_tokens=torch.zeros(1, SLOTS, dtype=torch.int32),
-                row_bound=2 * QUERY,
-                wants_drafts=True,
-            )
-        )
-        self.end += QUERY
-        return self.drafter.finish(Batch(np.arange(2), np.full(2, QUERY), None))
-
-    def drain(self) -> None:
-        rank0 = self.drafter.rank0
-        assert rank0 is not None
-        assert rank0.handoff is not None
-        assert rank0.handoff.stream.wait_idle(20)
+        return self.take_step(hidden)
 
     def reference(self, request: int) -> list[int]:
         rows = {

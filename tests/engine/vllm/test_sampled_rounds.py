@@ -9,33 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.fakes.drafters import info
+from tests.fakes.two_requests import INFO, QUERY, SLOTS, N, TwoRequests
 
-from farspark.engine.config import read_config
-from farspark.engine.gather.torch_gather import StepTensors
-from farspark.engine.handoff.stream import HostStream
 from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
-from farspark.engine.shape import ModelShape
-from farspark.engine.vllm.remote import Admissions, Batch, RemoteDrafter, TpGroup
+from farspark.engine.vllm.remote import Batch
 from farspark.mock.drafter import mock_info
 from farspark.mock.faults import Fault
 from farspark.mock.relay import MockWorker
 from farspark.transport import parse_endpoint
 from farspark.wire.layout import SUPPORT_IDS
 
-INFO = info(context=16, slots=4)
-N, SLOTS, QUERY = INFO.num_drafts, INFO.slots, 3
-SHAPE = ModelShape(
-    num_drafts=N,
-    vocab_size=INFO.vocab_size,
-    hidden_size=INFO.hidden_size,
-    taps=INFO.taps,
-    slots=SLOTS,
-    context=16,
-    ring=16,
-    max_position=1 << 20,
-    support=SUPPORT_IDS,
-)
 HOW = {
     "synchronous": {},
     "thread": {"ASYNC": "1", "ASYNC_NAP_US": "20"},
@@ -43,66 +26,22 @@ HOW = {
 }
 
 
-class Engine:
-    """Two requests, the first with a temperature; what rank 0 broadcasts is kept."""
+class Engine(TwoRequests):
+    """The first request with a temperature, the second without."""
 
     def __init__(self, endpoint: str, stats: Path, **settings: str) -> None:
-        environ = {
-            "VLLM_DSPARK_REMOTE": endpoint,
-            "VLLM_DSPARK_REMOTE_IDENTITY": INFO.identity.hex(),
-            "VLLM_DSPARK_REMOTE_POLICY": "capacity",
-            "VLLM_DSPARK_REMOTE_TIMEOUT_MS": "5000",
-            "VLLM_DSPARK_REMOTE_STRICT_START": "1",
-            "VLLM_DSPARK_REMOTE_STATS_FILE": str(stats),
-            "VLLM_DSPARK_SAMPLED_TOP32": "1",
-        } | {f"VLLM_DSPARK_REMOTE_{name}": value for name, value in settings.items()}
-        config = read_config(environ)
-        assert config is not None
-        admissions = Admissions()
-        for slot in range(SLOTS):
-            admissions.admit(slot, f"request-{slot}")
-        self.sent: list[torch.Tensor] = []
-        self.drafter = RemoteDrafter(
-            config,
-            SHAPE,
-            max_tokens=32,
-            device=torch.device("cpu"),
-            tp=TpGroup(0, 2, lambda tensor: self.sent.append(tensor.clone())),
-            admissions=admissions,
-            engine="test",
-            facts={},
-            make_stream=lambda region, page: HostStream(page),
-        )
-        self.drafter.start_serving()
-        self.end = 0
+        values = {"REMOTE_TIMEOUT_MS": "5000", "SAMPLED_TOP32": "1"}
+        values |= {f"REMOTE_{name}": value for name, value in settings.items()}
+        super().__init__(endpoint, stats, values, slots=(2, 0), ranks=2, support=SUPPORT_IDS)
 
     def step(self) -> PackedResult:
         """What stands in the device's buffer once the stream has come to its end."""
-        positions = list(range(self.end, self.end + QUERY))
-        hidden = torch.ones(INFO.taps, 2 * QUERY, INFO.hidden_size, dtype=torch.bfloat16)
-        self.drafter.begin(
-            StepTensors(
-                hidden=list(hidden),
-                positions=torch.tensor(positions * 2),
-                query_start_loc=torch.tensor([0, QUERY, 2 * QUERY], dtype=torch.int32),
-                slots=torch.tensor([2, 0]),
-                num_sampled=torch.ones(2, dtype=torch.int32),
-                num_rejected=torch.zeros(2, dtype=torch.int32),
-                last_sampled=torch.full((SLOTS, 1), 7),
-                next_prefill_tokens=torch.zeros(1, SLOTS, dtype=torch.int32),
-                row_bound=2 * QUERY,
-                wants_drafts=True,
-                temperature=torch.tensor([0.0, 0.9, 0.7, 0.9]),
-                seeds=torch.tensor([1, 2, -(2**63) + 3, 4]),
-            )
+        self.take_step(
+            list(torch.ones(INFO.taps, 2 * QUERY, INFO.hidden_size, dtype=torch.bfloat16)),
+            temperature=torch.tensor([0.0, 0.9, 0.7, 0.9]),
+            seeds=torch.tensor([1, 2, -(2**63) + 3, 4]),
         )
-        self.end += QUERY
-        self.drafter.finish(Batch(np.array([2, 0]), np.full(2, QUERY), None))
-        rank0 = self.drafter.rank0
-        assert rank0 is not None
-        if rank0.handoff is not None:
-            assert isinstance(rank0.handoff.stream, HostStream)
-            assert rank0.handoff.stream.wait_idle(20)
+        self.drain()
         return PackedResult(ResultLayout(SLOTS, N, SUPPORT_IDS), self.drafter._result_device.numpy())
 
     def counters(self) -> dict[str, int]:
