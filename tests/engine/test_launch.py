@@ -148,6 +148,9 @@ def test_every_setting_is_explained_with_its_value_and_where_it_came_from() -> N
     assert rows[f"{R}_BIND"] == ("not set", "default")
     assert rows[f"{R}_RING"] == ("the drafter's window; full attention: 512", "default")
     assert rows[f"{R}_MARKOV_IDENTITY"] == ("not checked", "default")
+    assert rows[f"{R}_ASYNC_WATCHDOG_MS"] == ("0", "default")
+    rows = origins(launch(REMOTE + f"{R}_POLICY=capacity\n{R}_ASYNC=1\n{R}_TIMEOUT_MS=70\n"))
+    assert rows[f"{R}_ASYNC_WATCHDOG_MS"] == ("0: 280 with this timeout", "default")
 
 
 def test_the_depth_policy_is_explained_and_a_bad_one_is_an_error_with_file_and_line() -> None:

@@ -211,6 +211,9 @@ def _default_text(suffix: str, default: Any, config: EngineConfig) -> str:
         "_MARKOV_IDENTITY": config.markov_identity.hex() if any(config.markov_identity) else "not checked",
         "_WANT_MARGIN": _text(config.want_margin),
         "_N_OUT": "auto",
+        "_ASYNC_WATCHDOG_MS": "0"
+        if config.asynchronous is None
+        else f"0: {config.asynchronous.watchdog_s * 1000:g} with this timeout",
         "_CONTEXT": f"the drafter's window; full attention: {FULL_ATTENTION_CONTEXT}",
         "_RING": f"the drafter's window; full attention: {FULL_ATTENTION_RING}",
         # Rank 0 need not be the process that is started here.
