@@ -21,7 +21,6 @@ from farspark.native.build import UCXCHANNEL, NativeUnavailable
 from farspark.native.loader import Build, open_build
 
 HOST_BYTES: Final = 64  # UCXCHANNEL_HOST_BYTES
-NEVER: Final = 2**63 - 1  # UCXCHANNEL_NEVER
 
 # What UCX reads while it is loaded, unless the environment says otherwise. Its log goes to standard output by default, where a
 # command's answer goes, and repeats what the calls report; its signal handlers would take those of the process.
@@ -64,7 +63,16 @@ class UcxLibrary:
     @property
     def has_verbs(self) -> bool:
         """Whether this UCX was built with InfiniBand verbs, without which it knows no RDMA."""
-        return any(self.path.parent.glob("ucx/libuct_ib*.so*")) or any(self.path.parent.glob("libuct_ib*.so*"))
+        return self._has("ib")
+
+    @property
+    def has_rdmacm(self) -> bool:
+        """Whether this UCX can connect by RDMA's own way, and not only by TCP."""
+        return self._has("rdmacm")
+
+    def _has(self, module: str) -> bool:
+        name = f"libuct_{module}*.so*"
+        return any(self.path.parent.glob(f"ucx/{name}")) or any(self.path.parent.glob(name))
 
     def __str__(self) -> str:
         return f"UCX {self.version} from {self.path}"

@@ -34,6 +34,8 @@
 #define MAX_SLEEP_NS SECOND_NS
 /* Once the deadline has passed, what is there is still taken, but a peer that never pauses does not hold us. */
 #define PROGRESS_PAST_DEADLINE 64
+/* A frame of several pieces up to this size is sent as one: UCX takes longer to look at pieces than it takes to copy them. */
+#define JOINED_BYTES 4096
 
 typedef enum kind { HELLO = 0x46535001, WELCOME, FRAME, FIN } kind;
 
@@ -489,6 +491,16 @@ free_channel:
 
 /* Sending. */
 
+static void join(const ucxchannel_piece *pieces, size_t count, void *into)
+{
+    unsigned char *at = into;
+    for (size_t i = 0; i < count; i++) {
+        if (pieces[i].bytes > 0)
+            memcpy(at, pieces[i].data, pieces[i].bytes);
+        at += pieces[i].bytes;
+    }
+}
+
 /* Hand a message to UCX. NULL without memory; else it is in channel->sendings until it is done and reaped. */
 static sending *post(ucxchannel *channel, kind kind, const ucxchannel_piece *pieces, size_t count)
 {
@@ -499,26 +511,36 @@ static sending *post(ucxchannel *channel, kind kind, const ucxchannel_piece *pie
         .cb.send = on_sent,
         .memory_type = UCS_MEMORY_TYPE_HOST,
     };
-    sending *message = calloc(1, sizeof *message + count * sizeof message->pieces[0]);
-    const void *data;
+    ucxchannel_piece whole = {NULL, 0};
+    sending *message;
     ucs_status_ptr_t request;
+    bool is_joined;
+
+    for (size_t i = 0; i < count; i++)
+        whole.bytes += pieces[i].bytes;
+    is_joined = count > 1 && whole.bytes <= JOINED_BYTES;
+    message = malloc(sizeof *message + (is_joined ? whole.bytes : count * sizeof message->pieces[0]));
 
     if (message == NULL) {
         break_off(channel, UCXCHANNEL_GONE, UCS_ERR_NO_MEMORY, "no memory for a message of %zu pieces", count);
         return NULL;
     }
-    message->channel = channel;
-    message->header.kind = kind;
-    message->header.number = channel->sent;
-    for (size_t i = 0; i < count; i++) {
-        message->pieces[i].buffer = (void *)(uintptr_t)pieces[i].data;
-        message->pieces[i].length = pieces[i].bytes;
-    }
+    *message = (sending){.channel = channel, .header = {kind, channel->sent}};
     params.user_data = message;
-    params.datatype = count > 1 ? ucp_dt_make_iov() : ucp_dt_make_contig(1);
-    data = count > 1 ? (const void *)message->pieces : count == 1 ? pieces[0].data : NULL;
-    request = ucp_am_send_nbx(channel->endpoint, MESSAGE_ID, &message->header, sizeof message->header, data,
-                              count > 1 ? count : count == 1 ? pieces[0].bytes : 0, &params);
+    params.datatype = ucp_dt_make_contig(1);
+    if (count == 1) {
+        whole = pieces[0];
+    } else if (is_joined) {
+        join(pieces, count, message->pieces);
+        whole.data = message->pieces;
+    } else if (count > 1) {
+        for (size_t i = 0; i < count; i++)
+            message->pieces[i] = (ucp_dt_iov_t){(void *)(uintptr_t)pieces[i].data, pieces[i].bytes};
+        params.datatype = ucp_dt_make_iov();
+        whole = (ucxchannel_piece){message->pieces, count};
+    }
+    request = ucp_am_send_nbx(channel->endpoint, MESSAGE_ID, &message->header, sizeof message->header, whole.data, whole.bytes,
+                              &params);
     if (UCS_PTR_IS_PTR(request)) {
         message->status = UCS_INPROGRESS;
     } else {

@@ -1,4 +1,6 @@
-"""Names and numbers of addresses, as sockets have them: looking up, showing, and what a socket's errors mean to a person."""
+"""Names and numbers of addresses, as sockets have them: looking up, trying one after the other, showing, and what a socket's
+errors mean to a person.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,11 @@ import errno
 import math
 import socket
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from farspark.clock import Deadline
-from farspark.errors import TransportError
+from farspark.errors import ConfigError, TransportError
 from farspark.transport.endpoint import Endpoint
 
 SocketAddress = tuple[Any, ...]
@@ -55,6 +58,56 @@ def _look_up(endpoint: Endpoint, deadline: Deadline) -> list[Any]:
     return outcome[0]
 
 
+C = TypeVar("C")
+L = TypeVar("L")
+
+
+def connect_to_any(
+    endpoint: Endpoint, deadline: Deadline, connect_to: Callable[[int, SocketAddress, Deadline], C]
+) -> C:
+    """What `connect_to` returns for the first of the host's addresses where it neither raises OSError nor TransportError.
+
+    Raises TimeoutError at the deadline, TransportError with what every address said, ConfigError for port 0.
+    """
+    if not endpoint.port:
+        raise ConfigError(f"endpoint {endpoint}: port 0 is for listening; connect to the port that the worker printed")
+    addresses = resolve(endpoint, deadline)
+    failures = []
+    for tried, (family, address) in enumerate(addresses):
+        # An address that swallows packets may not use up the time of those behind it.
+        share = deadline.left_s() / (len(addresses) - tried)
+        own = deadline if tried == len(addresses) - 1 else Deadline(deadline.clock() + share, deadline.clock)
+        try:
+            return connect_to(family, address, own)
+        except TimeoutError:
+            failures.append(f"{show(address)}: no answer in time")
+            if deadline.has_passed():
+                raise TimeoutError(f"endpoint {endpoint}: {'; '.join(failures)}") from None
+        except (OSError, TransportError) as error:
+            failures.append(f"{show(address)}: {reason(error)}")
+    raise TransportError(f"endpoint {endpoint}: {'; '.join(failures)}")
+
+
+def listen_on_any(endpoint: Endpoint, listen_on: Callable[[int, SocketAddress], L]) -> L:
+    """What `listen_on` returns for the first of the host's addresses where it neither raises OSError nor TransportError.
+
+    Raises ConfigError with what every address said.
+    """
+    if endpoint.bind:
+        raise ConfigError(f"endpoint {endpoint}: bind= is for connecting; listening binds to its host already")
+    try:
+        addresses = resolve(endpoint, Deadline.never())
+    except TransportError as error:
+        raise ConfigError(str(error)) from error
+    failures = []
+    for family, address in addresses:
+        try:
+            return listen_on(family, address)
+        except (OSError, TransportError) as error:
+            failures.append(f"{show(address)}: {reason(error)}")
+    raise ConfigError(f"endpoint {endpoint}: cannot listen: {'; '.join(failures)}")
+
+
 _REASONS = {
     errno.ECONNREFUSED: "connection refused: nothing listens there",
     errno.EHOSTUNREACH: "no route to this host",
@@ -67,7 +120,9 @@ _REASONS = {
 }
 
 
-def reason(error: OSError) -> str:
+def reason(error: OSError | TransportError) -> str:
+    if isinstance(error, TransportError):
+        return str(error)
     return _REASONS.get(error.errno or 0) or error.strerror or str(error)
 
 

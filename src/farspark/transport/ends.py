@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import abc
+import math
+import time
 import warnings
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
+
+from farspark.clock import Deadline
+from farspark.errors import TransportError
+
+NEVER_NS: Final = 2**63 - 1  # as the native calls have it
+_monotonic = time.monotonic
+
+
+def at_ns(deadline: Deadline) -> int:
+    """The deadline in nanoseconds of CLOCK_MONOTONIC."""
+    if deadline.clock is _monotonic:
+        return NEVER_NS if deadline.at_s == math.inf else int(deadline.at_s * 1e9)
+    left_s = deadline.left_s()
+    return NEVER_NS if left_s == math.inf else time.monotonic_ns() + int(left_s * 1e9)
 
 
 class _End(abc.ABC):
@@ -49,6 +65,42 @@ class WatchedChannelEnd(ChannelEnd):
     def __del__(self) -> None:
         if not getattr(self, "_is_closed", True):
             warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=1)
+
+
+class GuardedChannelEnd(ChannelEnd):
+    """Of a channel that sets `_is_busy`, too, over something that may not go under a call that uses it.
+
+    A call sets busy and then looks at closed; `close` sets closed and then looks at busy: whatever the order, one of them sees
+    the other. A lock would cost a round 15 us.
+    """
+
+    _is_busy: bool
+
+    @abc.abstractmethod
+    def _wake(self) -> None:
+        """End the wait of the thread that is inside, from any other; nothing if it is not inside any more."""
+
+    @abc.abstractmethod
+    def _let_go(self) -> None:
+        """Of what is used. Two threads may come here at the same time, and again later."""
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._is_busy:
+            self._wake()  # whoever is inside lets go on its way out
+        else:
+            self._let_go()
+
+    def _begin(self) -> None:
+        self._is_busy = True
+        if self._is_closed:
+            self._end()
+            raise TransportError(f"{self._lane}: closed")
+
+    def _end(self) -> None:
+        self._is_busy = False
+        if self._is_closed:
+            self._let_go()
 
 
 class ListenerEnd(_End):

@@ -23,11 +23,11 @@ from typing import Final
 
 from farspark.clock import Deadline
 from farspark.errors import ConfigError, ProtocolError, TransportError
-from farspark.native.round_calls import ALL, ENDED, LATE, NEVER_NS, RoundCalls, ready_round_calls
-from farspark.transport.addresses import SocketAddress, reason, resolve, show
+from farspark.native.round_calls import ALL, ENDED, LATE, RoundCalls, ready_round_calls
+from farspark.transport.addresses import SocketAddress, connect_to_any, listen_on_any, show
 from farspark.transport.base import Piece
 from farspark.transport.endpoint import Endpoint
-from farspark.transport.ends import ChannelEnd, ListenerEnd
+from farspark.transport.ends import GuardedChannelEnd, ListenerEnd, at_ns
 
 DEFAULT_CONNECT_SPIN_US: Final = 200
 # A worker waits for the engine's next step, milliseconds away: spinning would only take a core from the drafter.
@@ -52,7 +52,7 @@ _DONT_WAIT, _WAIT_ALL = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL)
 _BACKLOG = 128
 
 
-class TcpChannel(ChannelEnd):
+class TcpChannel(GuardedChannelEnd):
     """A `Channel` over one connected socket, which it owns."""
 
     def __init__(
@@ -71,11 +71,7 @@ class TcpChannel(ChannelEnd):
         self._lane = f"tcp {show(ours)} -> {show(theirs)}"
         self._theirs = show(theirs)
         self._poll = select.poll()
-
-        # The descriptor may not be closed under a call that uses it. A call sets busy and then looks at closed; `close` sets
-        # closed and then looks at busy: whatever the order, one of them sees the other. A lock would cost a round 15 us.
-        self._is_closed = False
-        self._is_busy = False
+        self._is_closed = self._is_busy = False
 
         # What was received: frames that are not taken yet start at `_from`, what came last ends at `_to`. Everything in
         # front of `_from` belongs to those who took it.
@@ -102,7 +98,7 @@ class TcpChannel(ChannelEnd):
                 self._move_to_front()
             try:
                 got = self._calls.exchange(
-                    self._descriptor, pieces, self._memory, self.max_frame_bytes, self._spin_ns, _at_ns(deadline)
+                    self._descriptor, pieces, self._memory, self.max_frame_bytes, self._spin_ns, at_ns(deadline)
                 )
             except OSError as error:
                 raise self._gone(error) from error
@@ -138,25 +134,12 @@ class TcpChannel(ChannelEnd):
         finally:
             self._end()
 
-    def close(self) -> None:
-        self._is_closed = True
-        if self._is_busy:
-            # Wakes the thread inside; it closes the descriptor on its way out.
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-        else:
-            self._socket.close()
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _begin(self) -> None:
-        self._is_busy = True
-        if self._is_closed:
-            self._end()
-            raise TransportError(f"{self._lane}: closed")
-
-    def _end(self) -> None:
-        self._is_busy = False
-        if self._is_closed:
-            self._socket.close()  # which may be closed twice
+    def _let_go(self) -> None:
+        self._socket.close()
 
     def _send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         sent = 0
@@ -262,7 +245,7 @@ class TcpChannel(ChannelEnd):
             self._reserve(_LENGTH.size + self._next_length())
         try:
             got = calls.receive(
-                self._descriptor, self._memory, to, wanted, self.max_frame_bytes, self._spin_ns, _at_ns(deadline)
+                self._descriptor, self._memory, to, wanted, self.max_frame_bytes, self._spin_ns, at_ns(deadline)
             )
         except OSError as error:
             raise self._gone(error) from error
@@ -446,33 +429,20 @@ class TcpListener(ListenerEnd):
 
 def connect(endpoint: Endpoint, deadline: Deadline, *, max_frame_bytes: int) -> TcpChannel:
     """Try every address of the host in turn. As `farspark.transport.connect`."""
-    if not endpoint.port:
-        raise ConfigError(f"endpoint {endpoint}: port 0 is for listening; connect to the port that the worker printed")
-    addresses = resolve(endpoint, deadline)
-    failures = []
-    for tried, (family, address) in enumerate(addresses):
-        # An address that swallows packets may not use up the time of those behind it.
-        share = deadline.left_s() / (len(addresses) - tried)
-        own = deadline if tried == len(addresses) - 1 else Deadline(deadline.clock() + share, deadline.clock)
+    spin_us = DEFAULT_CONNECT_SPIN_US if endpoint.spin_us is None else endpoint.spin_us
+
+    def connect_to(family: int, address: SocketAddress, own: Deadline) -> TcpChannel:
+        sock = _connected(endpoint, family, address, own)
         try:
-            sock = _connect_one(endpoint, family, address, own)
-        except TimeoutError:
-            failures.append(f"{show(address)}: no answer in time")
-            if deadline.has_passed():
-                raise TimeoutError(f"endpoint {endpoint}: {'; '.join(failures)}") from None
-        except OSError as error:
-            failures.append(f"{show(address)}: {reason(error)}")
-        else:
-            spin_us = DEFAULT_CONNECT_SPIN_US if endpoint.spin_us is None else endpoint.spin_us
-            try:
-                return TcpChannel(sock, max_frame_bytes=max_frame_bytes, spin_us=spin_us, calls=ready_round_calls())
-            except OSError as error:
-                sock.close()
-                failures.append(f"{show(address)}: {reason(error)}")
-    raise TransportError(f"endpoint {endpoint}: {'; '.join(failures)}")
+            return TcpChannel(sock, max_frame_bytes=max_frame_bytes, spin_us=spin_us, calls=ready_round_calls())
+        except OSError:
+            sock.close()
+            raise
+
+    return connect_to_any(endpoint, deadline, connect_to)
 
 
-def _connect_one(endpoint: Endpoint, family: int, address: SocketAddress, deadline: Deadline) -> socket.socket:
+def _connected(endpoint: Endpoint, family: int, address: SocketAddress, deadline: Deadline) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
@@ -521,14 +491,9 @@ def _bind(sock: socket.socket, endpoint: Endpoint, family: int) -> None:
 
 def listen(endpoint: Endpoint, *, max_frame_bytes: int) -> TcpListener:
     """Listen on the first address of the host that can be bound. As `farspark.transport.listen`."""
-    if endpoint.bind:
-        raise ConfigError(f"endpoint {endpoint}: bind= is for connecting; listening binds to its host already")
-    try:
-        addresses = resolve(endpoint, Deadline.never())
-    except TransportError as error:
-        raise ConfigError(str(error)) from error
-    failures = []
-    for family, address in addresses:
+    spin_us = DEFAULT_LISTEN_SPIN_US if endpoint.spin_us is None else endpoint.spin_us
+
+    def listen_on(family: int, address: SocketAddress) -> TcpListener:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
@@ -536,20 +501,12 @@ def listen(endpoint: Endpoint, *, max_frame_bytes: int) -> TcpListener:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
             sock.listen(_BACKLOG)
-        except OSError as error:
+        except OSError:
             sock.close()
-            failures.append(f"{show(address)}: {reason(error)}")
-        else:
-            spin_us = DEFAULT_LISTEN_SPIN_US if endpoint.spin_us is None else endpoint.spin_us
-            return TcpListener(sock, max_frame_bytes=max_frame_bytes, spin_us=spin_us)
-    raise ConfigError(f"endpoint {endpoint}: cannot listen: {'; '.join(failures)}")
+            raise
+        return TcpListener(sock, max_frame_bytes=max_frame_bytes, spin_us=spin_us)
 
-
-def _at_ns(deadline: Deadline) -> int:
-    if deadline.clock is time.monotonic:
-        return NEVER_NS if deadline.at_s == math.inf else int(deadline.at_s * 1e9)
-    left_s = deadline.left_s()
-    return NEVER_NS if left_s == math.inf else time.monotonic_ns() + int(left_s * 1e9)
+    return listen_on_any(endpoint, listen_on)
 
 
 def _set_options(sock: socket.socket) -> None:

@@ -28,11 +28,11 @@ from farspark.clock import Deadline
 from farspark.errors import ConfigError, ProtocolError, TransportError
 from farspark.native.build import NativeUnavailable
 from farspark.native.round_calls import Outcome, RoundCalls, ready_round_calls
-from farspark.native.ucx import NEVER, Address, UcxLibrary, UcxPiece, load_ucx
-from farspark.transport.addresses import SocketAddress, reason, resolve, show
+from farspark.native.ucx import Address, UcxLibrary, UcxPiece, load_ucx
+from farspark.transport.addresses import SocketAddress, connect_to_any, listen_on_any, show
 from farspark.transport.base import Piece
 from farspark.transport.endpoint import Endpoint
-from farspark.transport.ends import ListenerEnd, WatchedChannelEnd
+from farspark.transport.ends import NEVER_NS, GuardedChannelEnd, ListenerEnd, WatchedChannelEnd, at_ns
 
 DEFAULT_CONNECT_SPIN_US: Final = 200
 # A worker waits for the engine's next step, milliseconds away: spinning would only take a core from the drafter.
@@ -106,10 +106,6 @@ class _Status(enum.IntEnum):
     UNREACHABLE = -6
     IN_USE = -7
     FOREIGN = -8
-
-
-# A member of an enum is looked up ten times as slowly as a name of the module.
-_TIMED_OUT, _INTERRUPTED, _TOO_LARGE = int(_Status.TIMED_OUT), int(_Status.INTERRUPTED), int(_Status.TOO_LARGE)
 
 
 class _PyBuffer(ctypes.Structure):
@@ -230,7 +226,7 @@ class _QuickCalls:
         self.exchange = functools.partial(quick.ucx_exchange, exchange, handle.value)
 
 
-class UcxChannel(WatchedChannelEnd):
+class UcxChannel(GuardedChannelEnd, WatchedChannelEnd):
     """A `Channel` over one UCX endpoint, which it owns."""
 
     def __init__(
@@ -243,27 +239,26 @@ class UcxChannel(WatchedChannelEnd):
             _PlainCalls(self._calls, handle) if quick is None else _QuickCalls(quick, self._calls, handle)
         )
         self._lane = lane
+        self._is_closed = self._is_busy = False
         self.max_frame_bytes = max_frame_bytes
         self._spin_ns = spin_us * 1000
-        self._limited_for = -1  # the frame size that UCX's side was told of last
-
-        # The handle may not go under a call that uses it. A call sets busy and then looks at closed; `close` sets closed and then
-        # looks at busy: whatever the order, one of them sees the other.
-        self._is_closed = False
-        self._is_busy = False
         self._retiring = threading.Lock()  # guards the one below
         self._is_retired = False
         self._late: object = None  # what UCX did not let go of
 
         self._memory = bytearray(_FIRST_MEMORY_BYTES)
         self._begun: memoryview | None = None  # a frame that `recv_head` has shown
-        self._limit_unread()
+        self._limited_for = -1  # what `max_frame_bytes` was when it was last looked at
+        self._capacity = 0  # how much of the memory a frame may take
+
+    # What a round passes is written out in these three: a call of Python's own costs it as much as the rest of the line.
 
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         self._begin()
         try:
-            self._limit_unread()
-            status, _, _, late = self._waiting.send(pieces, _at_ns(deadline))
+            if self.max_frame_bytes != self._limited_for:
+                self._limit()
+            status, _, _, late = self._waiting.send(pieces, at_ns(deadline))
             if status:
                 self._failed_to_send(status, late)
         finally:
@@ -275,8 +270,14 @@ class UcxChannel(WatchedChannelEnd):
             if self._begun is not None:
                 frame, self._begun = self._begun, None
                 return frame
+            if self.max_frame_bytes != self._limited_for:
+                self._limit()
             self._make_room()
-            return self._taken(*self._receive(deadline), deadline)
+            memory = self._memory
+            status, _, length, _ = self._waiting.receive(memory, self._capacity, self._spin_ns, at_ns(deadline))
+            if not status:
+                return memoryview(memory)[:length]
+            return self._taken(status, length, deadline)
         finally:
             self._end()
 
@@ -290,42 +291,27 @@ class UcxChannel(WatchedChannelEnd):
         """`send`, then `recv`, in one call without the GIL. Raises as they do."""
         self._begin()
         try:
-            self._limit_unread()
+            if self.max_frame_bytes != self._limited_for:
+                self._limit()
             self._make_room()
-            capacity = min(len(self._memory), self.max_frame_bytes)
+            memory = self._memory
             status, is_sent, length, late = self._waiting.exchange(
-                pieces, self._memory, capacity, self._spin_ns, _at_ns(deadline)
+                pieces, memory, self._capacity, self._spin_ns, at_ns(deadline)
             )
             if not status:
-                return memoryview(self._memory)[:length]
+                return memoryview(memory)[:length]
             if not is_sent:
                 self._failed_to_send(status, late)
             return self._taken(status, length, deadline)
         finally:
             self._end()
 
-    def close(self) -> None:
-        self._is_closed = True
-        if self._is_busy:
-            with self._retiring:
-                if not self._is_retired:
-                    # Wakes the thread inside; it retires the handle on its way out.
-                    self._calls.ucxchannel_wake(self._handle)
-        else:
-            self._retire()
+    def _wake(self) -> None:
+        with self._retiring:
+            if not self._is_retired:
+                self._calls.ucxchannel_wake(self._handle)
 
-    def _begin(self) -> None:
-        self._is_busy = True
-        if self._is_closed:
-            self._end()
-            raise TransportError(f"{self._lane}: closed")
-
-    def _end(self) -> None:
-        self._is_busy = False
-        if self._is_closed:
-            self._retire()
-
-    def _retire(self) -> None:
+    def _let_go(self) -> None:
         """Close in the background, once: it may wait for the peer, and whoever closes has no time for that."""
         with self._retiring:
             if self._is_retired:
@@ -348,67 +334,62 @@ class UcxChannel(WatchedChannelEnd):
         except RuntimeError:
             retire()  # the interpreter is ending and starts no thread any more
 
-    def _limit_unread(self) -> None:
-        """Where it changed. Only while it sends does this side receive what nobody has asked for yet."""
-        if self.max_frame_bytes != self._limited_for:
-            self._limited_for = self.max_frame_bytes
-            self._calls.ucxchannel_set_max_unread(self._handle, self.max_frame_bytes + _UNREAD_SLACK_BYTES)
+    def _limit(self) -> None:
+        """Make `max_frame_bytes` hold."""
+        self._limited_for = self.max_frame_bytes
+        self._capacity = min(len(self._memory), self.max_frame_bytes)
+        self._calls.ucxchannel_set_max_unread(self._handle, self.max_frame_bytes + _UNREAD_SLACK_BYTES)
+
+    def _use(self, memory: bytearray) -> None:
+        self._memory = memory
+        self._capacity = min(len(memory), self.max_frame_bytes)
 
     def _failed_to_send(self, status: int, late: object) -> NoReturn:
         self._late = late
         if status in (_Status.ABANDONED, _Status.HELD):
-            self._mark_closed()
+            self._is_closed = True
             raise TimeoutError(
                 f"{self._lane}: deadline passed while sending a frame; closed, because a part of the frame may be sent"
             )
         self._fail(status)
 
-    def _receive(self, deadline: Deadline) -> tuple[int, int]:
-        """Status and length."""
-        capacity = min(len(self._memory), self.max_frame_bytes)
-        status, _, length, _ = self._waiting.receive(self._memory, capacity, self._spin_ns, _at_ns(deadline))
-        return status, length
-
     def _taken(self, status: int, length: int, deadline: Deadline) -> memoryview:
-        """The frame that a call with this outcome has received, or receives at last."""
-        while status == _INTERRUPTED:
+        """The frame that is received at last, where a first call has had another outcome than a frame."""
+        memory, capacity = self._memory, self._capacity
+        while status in (_Status.INTERRUPTED, _Status.TOO_LARGE):
             # Python has run its signal handlers meanwhile, which may raise.
-            status, length = self._receive(deadline)
-        if status == _TOO_LARGE:
-            if length > self.max_frame_bytes:
-                self._mark_closed()
-                raise ProtocolError(f"{self._lane}: frame of {length} bytes announced, at most {self.max_frame_bytes}")
-            self._memory = bytearray(length)
-            status, length = self._receive(deadline)
-        if status == _TIMED_OUT:
+            if status == _Status.TOO_LARGE:
+                if length > self.max_frame_bytes:
+                    self._is_closed = True
+                    raise ProtocolError(
+                        f"{self._lane}: frame of {length} bytes announced, at most {self.max_frame_bytes}"
+                    )
+                memory, capacity = bytearray(length), length
+                if length <= _MAX_KEPT_BYTES:
+                    self._use(memory)
+            status, _, length, _ = self._waiting.receive(memory, capacity, self._spin_ns, at_ns(deadline))
+        if status == _Status.TIMED_OUT:
             raise TimeoutError(f"{self._lane}: deadline passed while waiting for a frame")
         if status:
             self._fail(status)
-        return memoryview(self._memory)[:length]
+        return memoryview(memory)[:length]
 
     def _make_room(self) -> None:
         """Receive into the same memory if nobody looks at a frame in it any more, else into other memory."""
-        if len(self._memory) > _MAX_KEPT_BYTES:
-            self._memory = bytearray(_FIRST_MEMORY_BYTES)
-            return
         try:
             # A bytearray refuses to change its length as long as a view of it lives anywhere.
             self._memory.append(0)
             self._memory.pop()
         except BufferError:
-            self._memory = bytearray(len(self._memory))
+            self._use(bytearray(len(self._memory)))
 
     def _fail(self, status: int) -> NoReturn:
         closed_here = self._is_closed
         why = _said(self._calls)
-        self._mark_closed()
+        self._is_closed = True
         if status == _Status.FOREIGN:
             raise ProtocolError(f"{self._lane}: {why}")
         raise TransportError(f"{self._lane}: {'closed' if closed_here else why}")
-
-    def _mark_closed(self) -> None:
-        """As `close`, by the thread inside."""
-        self._is_closed = True
 
 
 class UcxListener(ListenerEnd):
@@ -466,7 +447,7 @@ class UcxListener(ListenerEnd):
         calls = self._library.calls
         while True:
             handle = ctypes.c_void_p()
-            status = calls.ucxchannel_accept(self._handle, ESTABLISH_NS, NEVER, ctypes.byref(handle))
+            status = calls.ucxchannel_accept(self._handle, ESTABLISH_NS, NEVER_NS, ctypes.byref(handle))
             if status:
                 break
             self._hand_over(handle)
@@ -494,27 +475,16 @@ class UcxListener(ListenerEnd):
 
 def connect(endpoint: Endpoint, deadline: Deadline, *, max_frame_bytes: int) -> UcxChannel:
     """Try every address of the host in turn. As `farspark.transport.connect`."""
-    if not endpoint.port:
-        raise ConfigError(f"endpoint {endpoint}: port 0 is for listening; connect to the port that the worker printed")
     library = _library(endpoint)
-    addresses = resolve(endpoint, deadline)
-    failures = []
-    for tried, (family, address) in enumerate(addresses):
-        # An address that swallows packets may not use up the time of those behind it.
-        share = deadline.left_s() / (len(addresses) - tried)
-        own = deadline if tried == len(addresses) - 1 else Deadline(deadline.clock() + share, deadline.clock)
+
+    def connect_to(family: int, address: SocketAddress, own: Deadline) -> UcxChannel:
         context = _open_context(library, endpoint, family)
         try:
             return _connect_one(library, context, endpoint, address, own, max_frame_bytes)
-        except TimeoutError:
-            failures.append(f"{show(address)}: no answer in time")
-            if deadline.has_passed():
-                raise TimeoutError(f"endpoint {endpoint}: {'; '.join(failures)}") from None
-        except TransportError as error:
-            failures.append(f"{show(address)}: {error}")
         finally:
             library.calls.ucxchannel_context_release(context)
-    raise TransportError(f"endpoint {endpoint}: {'; '.join(failures)}")
+
+    return connect_to_any(endpoint, deadline, connect_to)
 
 
 def _connect_one(
@@ -530,7 +500,7 @@ def _connect_one(
         context,
         ctypes.byref(_numeric(address)),
         ctypes.byref(_own_address(endpoint)) if endpoint.bind else None,
-        _at_ns(deadline),
+        at_ns(deadline),
         ctypes.byref(handle),
     )
     if status == _Status.TIMED_OUT:
@@ -561,25 +531,21 @@ def _connect_one(
 
 def listen(endpoint: Endpoint, *, max_frame_bytes: int) -> UcxListener:
     """Listen on the first address of the host that can be bound. As `farspark.transport.listen`."""
-    if endpoint.bind:
-        raise ConfigError(f"endpoint {endpoint}: bind= is for connecting; listening binds to its host already")
     library = _library(endpoint)
-    try:
-        addresses = resolve(endpoint, Deadline.never())
-    except TransportError as error:
-        raise ConfigError(str(error)) from error
-    failures = []
-    for family, address in addresses:
+
+    def listen_on(family: int, address: SocketAddress) -> UcxListener:
         context, handle = _open_context(library, endpoint, family), ctypes.c_void_p()
         try:
-            status = library.calls.ucxchannel_listen(context, ctypes.byref(_numeric(address)), ctypes.byref(handle))
-            if not status:
-                found = _RESOURCE.findall(_described(library.calls.ucxchannel_context_describe, context))
-                return UcxListener(library, handle, endpoint, f"ucx {' '.join(found)}", max_frame_bytes=max_frame_bytes)
-            failures.append(f"{show(address)}: {_why_not_bound(family, address, _said(library.calls))}")
+            if library.calls.ucxchannel_listen(context, ctypes.byref(_numeric(address)), ctypes.byref(handle)):
+                said = _said(library.calls)
+                _try_to_listen(family, address)
+                raise TransportError(said)
+            found = _RESOURCE.findall(_described(library.calls.ucxchannel_context_describe, context))
+            return UcxListener(library, handle, endpoint, f"ucx {' '.join(found)}", max_frame_bytes=max_frame_bytes)
         finally:
             library.calls.ucxchannel_context_release(context)
-    raise ConfigError(f"endpoint {endpoint}: cannot listen: {'; '.join(failures)}")
+
+    return listen_on_any(endpoint, listen_on)
 
 
 def _library(endpoint: Endpoint) -> UcxLibrary:
@@ -596,7 +562,7 @@ def _open_context(library: UcxLibrary, endpoint: Endpoint, family: int) -> ctype
             f"endpoint {endpoint}: the TCP of {library} damages memory over IPv6; use UCX 1.14 or later (?ucx_dir=), an IPv4 "
             f"address, tcp://{endpoint.address}, or o1rdma://{endpoint.address}"
         )
-    chosen = _settings(endpoint, family)
+    chosen = _settings(library, endpoint, family)
     texts = [text.encode() for pair in chosen for text in pair]
     settings = (ctypes.c_char_p * (len(texts) + 1))(*texts, None)
     context = ctypes.c_void_p()
@@ -609,7 +575,7 @@ def _open_context(library: UcxLibrary, endpoint: Endpoint, family: int) -> ctype
     return context
 
 
-def _settings(endpoint: Endpoint, family: int) -> list[tuple[str, str]]:
+def _settings(library: UcxLibrary, endpoint: Endpoint, family: int) -> list[tuple[str, str]]:
     is_pinned = endpoint.scheme != "ucx"
     # Of a device that has addresses of both families UCX's TCP takes the first of this list, whatever the connection is of.
     order = "inet6,inet" if family == socket.AF_INET6 else "inet,inet6"
@@ -617,6 +583,11 @@ def _settings(endpoint: Endpoint, family: int) -> list[tuple[str, str]]:
     if endpoint.scheme == "o1tcp":
         # Also to connect by: UCX 1.13 never lets go of a client that came by RDMA's way and finds no RDMA here.
         chosen.append(("SOCKADDR_TLS_PRIORITY", "tcp"))
+    if library.has_rdmacm or not library.has_verbs:
+        # Only the device that the connection is made over: what an end tells of its others is told differently by every few
+        # versions of UCX, and not understood by the rest. Both ends must have it, so the environment is not asked. Where a
+        # connection to an RDMA device can only be made over TCP, the others are all there is.
+        chosen.append(("?CM_USE_ALL_DEVICES", "n"))
     if is_pinned or "UCX_TLS" not in os.environ:
         chosen.append(("TLS", TRANSPORTS[endpoint.scheme]))
     for name, value in SETTINGS:
@@ -709,16 +680,12 @@ def _own_address(endpoint: Endpoint) -> Address:
     return _numeric(address)
 
 
-def _why_not_bound(family: int, address: SocketAddress, said: str) -> str:
-    """UCX says little of why it cannot listen; a socket says more."""
+def _try_to_listen(family: int, address: SocketAddress) -> None:
+    """UCX says little of why it cannot listen; what a socket raises says more."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-        except OSError as error:
-            return reason(error)
-    return said
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+        probe.listen(1)
 
 
 def _host_of(address: Address) -> str:
@@ -734,13 +701,6 @@ def _host_of(address: Address) -> str:
 def _shown(address: Address) -> str:
     host = _host_of(address)
     return f"[{host}]:{address.port}" if ":" in host else f"{host}:{address.port}"
-
-
-def _at_ns(deadline: Deadline) -> int:
-    if deadline.clock is time.monotonic:
-        return NEVER if deadline.at_s == math.inf else int(deadline.at_s * 1e9)
-    left_s = deadline.left_s()
-    return NEVER if left_s == math.inf else time.monotonic_ns() + int(left_s * 1e9)
 
 
 def _address_of(memory: bytearray) -> int:
