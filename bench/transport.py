@@ -2,7 +2,8 @@
 
 Measured in alternating blocks, so that all see the same machine; the ratio is to a bare socket that spins. Besides the channels
 of Farspark: the same bytes with the wire's own messages made and read on both sides, ZeroMQ REQ/REP with a JSON header (what
-the nearest peers use), and UCX's own `ucx_perftest` where it is installed. Whatever spins does so for as long as the others, and
+the nearest peers use), UCX's own `ucx_perftest` where it is installed, and the shim under the UCX channel without Python
+(`ucx_echo.c`) where UCX's headers are. Whatever spins does so for as long as the others, and
 sleeps then. CPU is that of the whole process, the system's part included. What cannot be measured here is left out with its
 reason. The processes run at real-time priority where that is allowed, so that other work on the machine is not measured.
 Run from the root of the repository: `python bench/transport.py`.
@@ -11,6 +12,8 @@ Run from the root of the repository: `python bench/transport.py`.
 from __future__ import annotations
 
 import argparse
+import atexit
+import functools
 import json
 import os
 import platform
@@ -20,6 +23,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -341,32 +345,33 @@ def measure(shape: Shape, names: Sequence[str], blocks: int, rounds: int) -> dic
         for _ in range(blocks):
             for runner in runners:
                 runner.block(rounds)
-            perftest(shape, rounds, found)
+            for name, program in PROGRAMS.items():
+                note(name, program, shape, rounds, found)
         found |= {runner.name: runner.result() for runner in runners}
-    return {name: found[name] for name in [*names, PERFTEST] if name in found}
+    return {name: found[name] for name in [*names, *PROGRAMS] if name in found}
 
 
-PERFTEST: Final = "ucx_perftest over its TCP lane, C"
-
-
-def perftest(shape: Shape, rounds: int, found: dict[str, Any]) -> None:
-    """UCX's own program: one way there with the request's size and one back with the reply's, medians added up."""
-    if isinstance(found.get(PERFTEST), str):
-        return
-    tool = shutil.which("ucx_perftest")
-    if tool is None:
-        found[PERFTEST] = "not measured: ucx_perftest is not installed (Debian: ucx-utils)"
+def note(name: str, program: Callable[[Shape, int], float], shape: Shape, rounds: int, found: dict[str, Any]) -> None:
+    """Note what a program of its own says that an exchange takes, the median over the blocks."""
+    if isinstance(found.get(name), str):
         return
     try:
-        us = sum(one_way_us(tool, size, rounds) for size in {shape.out_bytes, shape.back_bytes})
+        us = program(shape, rounds)
     except Absent as absent:
-        found[PERFTEST] = f"not measured: {absent}"
+        found[name] = f"not measured: {absent}"
         return
-    if shape.out_bytes == shape.back_bytes:
-        us *= 2
-    kept = found.setdefault(PERFTEST, {"each_us": []})
+    kept = found.setdefault(name, {"each_us": []})
     kept["each_us"].append(us)
     kept["p50_us"] = round(statistics.median(kept["each_us"]), 1)
+
+
+def perftest(shape: Shape, rounds: int) -> float:
+    """UCX's own program: one way there with the request's size and one back with the reply's, medians added up."""
+    tool = shutil.which("ucx_perftest")
+    if tool is None:
+        raise Absent("ucx_perftest is not installed (Debian: ucx-utils)")
+    us = sum(one_way_us(tool, size, rounds) for size in {shape.out_bytes, shape.back_bytes})
+    return 2 * us if shape.out_bytes == shape.back_bytes else us
 
 
 def one_way_us(tool: str, size: int, rounds: int) -> float:
@@ -391,6 +396,51 @@ def one_way_us(tool: str, size: int, rounds: int) -> float:
     if done.returncode or final is None:
         raise Absent(f"ucx_perftest failed: {(done.stderr or done.stdout).strip()[-200:]}")
     return float(final[1])
+
+
+@functools.cache
+def echo_program() -> Path:
+    """`ucx_echo.c`, compiled; removed when this process ends. Raises Absent, which says why."""
+    directory = tempfile.mkdtemp(prefix="farspark-bench-")
+    atexit.register(shutil.rmtree, directory)
+    program, native = Path(directory) / "ucx_echo", ROOT / "src" / "farspark" / "native"
+    sources = [ROOT / "bench" / "ucx_echo.c", native / "ucx_channel.c"]
+    done = subprocess.run(
+        [
+            "cc",
+            "-std=c11",
+            "-O2",
+            "-D_GNU_SOURCE",
+            "-pthread",
+            f"-I{native}",
+            *sources,
+            "-lucp",
+            "-lucs",
+            "-o",
+            program,
+        ],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise Absent(f"ucx_echo.c needs a C compiler and the headers of UCX: {done.stderr.strip()[-200:]}")
+    return program
+
+
+def echo(shape: Shape, rounds: int) -> float:
+    """The shim's exchange between two C programs."""
+    quiet = {**os.environ, "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_LOG_LEVEL": "fatal"}
+    sizes = [str(one) for one in (shape.out_bytes, shape.back_bytes, rounds)]
+    done = subprocess.run([echo_program(), *sizes], capture_output=True, text=True, env=quiet, timeout=60)
+    if done.returncode:
+        raise Absent(f"ucx_echo failed: {done.stderr.strip()[-200:]}")
+    return float(done.stdout)
+
+
+PROGRAMS: Final[dict[str, Callable[[Shape, int], float]]] = {
+    "ucx_perftest over its TCP lane, C": perftest,
+    "the shim over UCX's TCP lane, C": echo,
+}
 
 
 def show(shape: Shape, result: dict[str, Any]) -> None:
