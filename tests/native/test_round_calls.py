@@ -449,24 +449,55 @@ def test_memory_cannot_be_resized_while_a_frame_is_read_into_it(
     assert outcome == [memoryview(b"x")]
 
 
+def test_calls_of_many_threads_do_not_disturb_each_other(calls: RoundCalls) -> None:
+    def ask(sock: socket.socket, name: bytes) -> None:
+        memory = bytearray(100)
+        for number in range(100):
+            question = b"%s %d" % (name, number)
+            answer = calls.exchange(sock.fileno(), [b"to ", question], memory, 100, 1000 * (number % 2), at(20))
+            right.append(answer == memoryview(b"re to " + question))
+            del answer
+
+    def answer(sock: socket.socket) -> None:
+        memory = bytearray(100)
+        for _ in range(100):
+            question = calls.receive(sock.fileno(), memory, 0, WHOLE, 100, 0, at(20))
+            assert isinstance(question, memoryview)
+            assert calls.send(sock.fileno(), [b"re ", question]) == ALL
+            del question
+
+    right: list[bool] = []
+    pairs = [socket.socketpair() for _ in range(3)]
+    threads = [threading.Thread(target=answer, args=(theirs,)) for _, theirs in pairs]
+    threads += [threading.Thread(target=ask, args=(ours, b"of %d" % number)) for number, (ours, _) in enumerate(pairs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in (sock for both in pairs for sock in both):
+        one.close()
+    assert right == [True] * 300
+
+
 def test_the_functions_are_those_that_python_declares(calls: RoundCalls) -> None:
     declared = {name for name, value in vars(RoundCalls).items() if callable(value) and not name.startswith("_")}
     assert set(vars(calls)) == declared
 
 
 @pytest.mark.slow
-def test_all_of_this_passes_under_the_address_and_undefined_sanitizers(sources: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sanitizer", "runtime"), [("address,undefined", "libasan.so"), ("thread", "libtsan.so")])
+def test_all_of_this_passes_under_a_sanitizer(sanitizer: str, runtime: str, sources: Path, tmp_path: Path) -> None:
     built = tmp_path / "libroundcalls.so"
     flags = [flag for flag in ROUNDCALLS.flags if flag != "-O2"]
     files = [str(sources / name) for name in ROUNDCALLS.sources]
     include = [f"-I{directory}" for directory in ROUNDCALLS.include]
-    sanitizer = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    subprocess.run(["cc", *flags, *sanitizer, *include, *files, "-o", str(built)], check=True)
-    runtime = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    instrument = ["-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    subprocess.run(["cc", *flags, *instrument, *include, *files, "-o", str(built)], check=True)
+    found = subprocess.run(["cc", f"-print-file-name={runtime}"], capture_output=True, text=True, check=True)
     environment = {
         **os.environ,
         BUILD: str(built),
-        "LD_PRELOAD": runtime.stdout.strip(),
+        "LD_PRELOAD": found.stdout.strip(),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python's own, at its end
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]

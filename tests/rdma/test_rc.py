@@ -23,7 +23,7 @@ from tests.transport.contract import LIMIT, PATIENCE_S, ChannelContract, Elsewhe
 
 from farspark.errors import ConfigError, TransportError
 from farspark.probe.peer import Peer
-from farspark.transport import Channel, Listener, connect, listen, parse_endpoint
+from farspark.transport import Channel, Listener, connect, listen, parse_endpoint, ucx
 
 DEVICES = Path("/sys/class/infiniband")
 OURS, THEIRS = "10.88.0.1", "10.88.0.2"
@@ -88,6 +88,12 @@ def test_random_engine_programs_draft_what_the_reference_drafts_over_rdma() -> N
     print(tally)
     assert tally.checked > 50
     assert tally.hangs == 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_listeners() -> None:
+    """The first connection may take longer than a listener waits for it elsewhere, while another process starts."""
+    ucx.ESTABLISH_NS = int(PATIENCE_S * 1e9)  # type: ignore[misc]
 
 
 # Peers that die, at the far end of the wire.
