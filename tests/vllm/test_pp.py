@@ -222,7 +222,7 @@ def test_every_process_says_where_it_is_when_it_is_asked(synchronous: dict[str, 
 def test_a_stale_header_ends_the_engine_with_one_line_that_says_what_and_where(synchronous: dict[str, Any]) -> None:
     at = synchronous["stale_at"]
     assert re.search(
-        rf"farspark: PP stage 0 of 2, TP rank 0: step {at} from stage rank 1: sequence expected {at}, got {at - 1}; "
+        rf"farspark: PP stage 0 of 2, TP rank 0: step {at} from the last stage \(rank 1\): sequence expected {at}, got {at - 1}; "
         rf"process \d+ ends with status {EXIT_STATUS}",
         synchronous["end"],
     )

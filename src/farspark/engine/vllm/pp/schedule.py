@@ -59,14 +59,9 @@ class Order:
         self.sequence = 0
         self._next = Message.HEADER
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a step has begun and not all of its messages were posted."""
-        return self._next is not Message.HEADER
-
     def begin(self) -> int:
         """The new step's sequence. Raises TokenTransportError where the step before it is not complete."""
-        if self.is_open:
+        if self._next is not Message.HEADER:
             raise TokenTransportError(
                 f"a step begins while step {self.sequence} has not posted its {self._next.name.lower()}"
             )

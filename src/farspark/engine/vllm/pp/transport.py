@@ -267,7 +267,9 @@ class TokenTransport:
             difference = f"payload guards expected {guard}, got {words[3:]} (tokens, counts, drafts)"
         if difference is not None:
             slot.step.state = f"MISMATCH: {difference}"
-            raise TokenTransportError(f"step {slot.header.sequence} from stage rank {self._source}: {difference}")
+            raise TokenTransportError(
+                f"step {slot.header.sequence} from the last stage (rank {self._source}): {difference}"
+            )
         slot.is_checked = True
         slot.works = []
         slot.step.state = "arrived"
