@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -21,6 +21,7 @@ from farspark.engine.client import TRANSITIONS, ClientState, Event
 from farspark.engine.result import RoundOutcome
 from farspark.errors import TransportError
 from farspark.transport import Channel, Endpoint, parse_endpoint
+from farspark.wire.layout import FrameStatus
 from farspark.worker.config import WorkerConfig
 from farspark.worker.server import Server
 
@@ -73,11 +74,15 @@ class Moving(World):
     outcomes: Counter[RoundOutcome] = field(default_factory=Counter)
     before_exchange: Callable[[], None] | None = None
     hidden: set[str] = field(default_factory=set)  # hosts that cannot be reached
+    meanwhile_connecting: Callable[[], None] | None = None
 
     def _connect(self, endpoint: Endpoint, deadline: Deadline) -> Channel:
         if endpoint.host in self.hidden:
             raise TransportError("no route to host")
         self.channel = Interrupted(super()._connect(endpoint, deadline))
+        if self.meanwhile_connecting is not None:
+            act, self.meanwhile_connecting = self.meanwhile_connecting, None
+            act()
         return self.channel
 
     def window(self, slot: int, first_pos: int, n_rows: int) -> memoryview:
@@ -137,6 +142,12 @@ class Moving(World):
     @property
     def failed(self) -> int:
         return self.outcomes[RoundOutcome.FAILED]
+
+
+def answer_next_step_with(world: Moving, status: FrameStatus) -> None:
+    assert isinstance(world.channel, Interrupted)
+    assert isinstance(world.channel.inner, FaultyChannel)
+    world.channel.inner.status = status
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -331,6 +342,65 @@ def test_half_open_a_worker_that_dies_while_the_engine_is_idle_costs_no_round(re
             wait_until(lambda: (found := world.client.connection()) is not None and found.endpoint == elsewhere)
             assert world.one_round() is RoundOutcome.OK
             assert world.failed == 0
+
+
+def test_a_final_status_of_a_step_gives_up_that_worker_alone(
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    with another_worker(f"memory://{request.node.name}") as second:
+        elsewhere = parse_endpoint(second.endpoint)
+        with Moving(others=(elsewhere,), backoff_s=0.02, backoff_max_s=0.04, name=request.node.name) as world:
+            world.one_round()
+            answer_next_step_with(world, FrameStatus.IDENTITY)
+            assert world.one_round() is RoundOutcome.FAILED
+            world.wait_ready()
+            world.rounds_until(lambda: world.serves(elsewhere))
+            assert world.failed == 1
+            # It is there, and still is not looked at any more.
+            time.sleep(0.2)
+            world.one_round()
+            assert world.serves(elsewhere)
+            assert world.failed == 1
+            assert world.client.endpoints()[str(world.endpoint)]["state"] == "not used"
+            assert world.stats.count("fallback_frame_identity") == 1
+            assert (world.stats.count("hellos"), world.stats.count("failovers")) == (2, 1)
+
+            # Now the last one that was left.
+            answer_next_step_with(world, FrameStatus.CONFIG)
+            assert world.one_round() is RoundOutcome.FAILED
+            assert world.client.state is ClientState.DISABLED
+            assert world.one_round() is RoundOutcome.FAILED
+            assert world.stats.count("fallback_disabled") == 1
+            why = world.client.last_failure or ""
+            assert f"{world.endpoint}: IDENTITY in answer to a STEP: told to fail" in why
+            assert f"{elsewhere}: CONFIG in answer to a STEP: told to fail" in why
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 2
+    assert f"not used any more in this engine run: {world.endpoint}" in errors[0]
+    assert "disabled for this engine run" in errors[1]
+
+
+def test_a_worker_that_is_given_up_while_the_connector_returns_to_it_is_not_taken() -> None:
+    with another_worker("memory://given-up") as second:
+        elsewhere = parse_endpoint(second.endpoint)
+        with Moving(others=(elsewhere,), backoff_s=0.02, backoff_max_s=0.04, name="-given-up") as world:
+            world.stop_worker()
+            world.one_round()
+            world.wait_ready()
+            world.rounds_until(lambda: world.serves(elsewhere))
+            found = world.client.connection()
+            assert found is not None
+
+            # As a STEP in flight would, on a connection to the same endpoint that was just left.
+            left = replace(found, endpoint=world.endpoint, channel=WrappedChannel(cast(Channel, Closed())))
+            world.meanwhile_connecting = lambda: world.client.give_up(left, "told to")
+            world.start_worker()
+            wait_until(lambda: world.meanwhile_connecting is None)
+            time.sleep(0.1)
+            assert world.one_round() is RoundOutcome.OK
+            assert world.serves(elsewhere)
+            assert world.client.state is ClientState.READY
+            wait_until(lambda: not world.server.snapshot()["sessions"])
 
 
 def test_a_breaker_that_one_worker_opened_is_no_reason_to_wait_for_another(request: pytest.FixtureRequest) -> None:

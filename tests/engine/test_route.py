@@ -126,6 +126,17 @@ def test_what_can_never_serve_is_neither_asked_nor_looked_at() -> None:
     assert one.why_none == "A: another drafter; C: another N; B: no token"
 
 
+def test_what_serves_and_is_struck_off_serves_no_more_and_the_others_are_asked() -> None:
+    one = route()
+    one.connected(B, 0)
+    assert one.strike_off(B, "B: another drafter")
+    assert one.next_look_s() == math.inf
+    assert one.others == [A, C]
+    one.lost(1, Loss.FAILED)
+    assert one.new_pass() == [A, C]
+    assert one.snapshot()[str(B)]["state"] == "not used"
+
+
 def test_a_loss_without_a_connection_changes_nothing() -> None:
     one = route()
     one.lost(0, Loss.FAILED)

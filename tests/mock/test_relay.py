@@ -278,6 +278,20 @@ def test_a_final_status_turns_the_remote_off(fault: str, state: str) -> None:
         assert world.stats.count("fallback_disabled") == 1
 
 
+@pytest.mark.parametrize("fault", ["frame-status:3", "frame-status:5", "version"])
+def test_a_final_status_turns_one_of_two_workers_off_and_the_next_round_but_one_is_the_others(fault: str) -> None:
+    with mock() as other, MockWorld(fault=fault, others=(other.endpoint,), timeout_s=5) as world:
+        assert world.timed()[0] is RoundOutcome.FAILED
+        world.wait_ready()
+        for _ in range(20):
+            assert world.timed()[0] is RoundOutcome.OK
+        assert str(world.client.serving) == str(other.endpoint)
+        assert world.worker.faults == 1
+        assert world.client.endpoints()[str(world.endpoint)]["state"] == "not used"
+        counters = world.stats.counters()
+        assert (counters["hellos"], counters["rounds_ok"], counters["rounds_failed"]) == (2, 20, 1)
+
+
 def test_only_the_chosen_operation_fails() -> None:
     with (
         mock("frame-status:7", operation=Operation.PING, every=2) as worker,

@@ -133,7 +133,7 @@ class Connection:
 
 
 class Client:
-    """`start`, `wait_ready` and `close` belong to the engine thread, as do `connection`, `step` and `drop`.
+    """`start`, `wait_ready` and `close` belong to the engine thread, as do `connection`, `step`, `drop` and `give_up`.
 
     With a `token` only a worker that holds it too is talked to. `token_setting` is what a person would set it with.
     """
@@ -343,6 +343,12 @@ class Client:
             if has_turn:
                 connection.turn.release()
 
+    def give_up(self, connection: Connection, why: str) -> None:
+        """Its worker can never serve this engine: the next of the other endpoints is used. The remote is off where none is left.
+        Idempotent."""
+        self._strike_off(connection.endpoint, why)
+        self.drop(connection, why)
+
     def disable(self, why: str) -> None:
         """No more rounds in this engine run. Only the first reason is said."""
         with self._handover:
@@ -424,49 +430,45 @@ class Client:
         """Connect to the first endpoint that takes us."""
         with self._handover:
             endpoints = self._route.new_pass()
-        for endpoint in endpoints:
-            if self._state is not ClientState.CONNECTING:
-                return
-            connection = self._try(endpoint, self._lost)
-            if connection is not None:
-                self._publish(connection)
-                return
+        if self._take_first(endpoints, ClientState.CONNECTING, self._lost):
+            return
         with self._handover:
             self._pass_at_s = self._clock() + self._delay_s
             self._delay_s = min(2 * self._delay_s, self._backoff_max_s)
 
     def _look_at_preferred(self) -> None:
-        """See whether a worker that is preferred to the one in use is back, and if so move to it."""
+        """See whether the first worker that is due is back: it is preferred to the one in use, so move to it."""
         with self._handover:
-            due = self._route.due(self._clock())
-        for endpoint in due:
-            if self._state is not ClientState.READY:
-                return
-            connection = self._try(endpoint)
-            if connection is not None:
-                self._publish(connection)
-                return
+            due = self._route.due(self._clock())[:1]
+        if not self._take_first(due, ClientState.READY):
             with self._handover:
-                self._route.not_reached(endpoint, self._clock())
+                for endpoint in due:
+                    self._route.not_reached(endpoint, self._clock())
 
     def _make_way(self) -> None:
         """The worker in use is about to go: move to any other, or end the session if there is none."""
         going = self._connection
         with self._handover:
             others = self._route.others
-        for endpoint in others:
-            if self._state is not ClientState.READY:
-                return
-            connection = self._try(endpoint)
-            if connection is not None:
-                self._publish(connection)
-                return
-        if going is None:
+        if self._take_first(others, ClientState.READY):
             return
         with self._handover:
-            if self._connection is going:
-                self._lose("the worker is about to go and no other takes its place", Loss.DRAINED)
+            if going is None or self._connection is not going:
+                return
+            self._lose("the worker is about to go and no other takes its place", Loss.DRAINED)
         self._say_bye(going)
+
+    def _take_first(self, endpoints: Sequence[Endpoint], state: ClientState, lost: Endpoint | None = None) -> bool:
+        """Connect to the first of them that takes us, as long as the client is in `state`. Whether one has; `lost` as of
+        `_greet`."""
+        for endpoint in endpoints:
+            if self._state is not state:
+                break
+            connection = self._try(endpoint, lost)
+            if connection is not None:
+                self._publish(connection)
+                return True
+        return False
 
     def _leave(self) -> None:
         """No round came since the move."""
@@ -522,7 +524,7 @@ class Client:
         return None
 
     def _strike_off(self, endpoint: Endpoint, why: str) -> None:
-        """It can never serve this engine; the remote is disabled once that is true of all."""
+        """It can never serve this engine; the remote is disabled once that is true of all. Either thread."""
         with self._handover:
             has_others = self._route.strike_off(endpoint, why)
         if not has_others:
@@ -543,7 +545,9 @@ class Client:
     def _publish(self, connection: Connection) -> None:
         """Hand the connection over; in place of the one in use, if there is one, from the next round on."""
         with self._handover:
-            taken = self._move(Event.CONNECTED) is ClientState.READY
+            # A STEP may have found out meanwhile that this endpoint can never serve.
+            is_fit = connection.endpoint in self._route.fit
+            taken = is_fit and self._move(Event.CONNECTED) is ClientState.READY
             before, stale = self._connection, None
             if taken:
                 self._connection = connection

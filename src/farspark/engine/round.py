@@ -573,7 +573,7 @@ class RemoteRound:
         status = FrameStatus(refused.status) if known else None
         name = status.name.lower() if status else f"unknown_{refused.status}"
         if status is not None and status.is_final:
-            self._client.disable(f"{connection.endpoint} answered STEP with {status.name}: {refused}")
+            self._client.give_up(connection, f"{connection.endpoint}: {status.name} in answer to a STEP: {refused}")
         elif status is FrameStatus.NO_SESSION:
             self._client.drop(connection, f"the worker has no such session: {refused}", Loss.SESSION)
         return _RoundFailed(f"frame_{name}", is_attempt=True)

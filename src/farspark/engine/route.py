@@ -103,8 +103,10 @@ class Route:
             place.wait_s = min(2 * place.wait_s, LONGEST * self._longest_s)
 
     def strike_off(self, endpoint: Endpoint, why: str) -> bool:
-        """It can never serve this engine. Whether others are left."""
+        """It can never serve this engine, and does so no more. Whether others are left."""
         self._unfit[endpoint] = why
+        if endpoint == self._serving:
+            self._serving = None
         return bool(self.fit)
 
     @property

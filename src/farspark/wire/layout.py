@@ -48,7 +48,7 @@ class FrameStatus(enum.IntEnum):
 
     @property
     def is_final(self) -> bool:
-        """True where the same engine and the same worker can never agree: the remote is off until a restart."""
+        """True where the same engine and the same worker can never agree: it is not asked again until a restart."""
         return self in _FINAL
 
 
