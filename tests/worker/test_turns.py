@@ -282,6 +282,29 @@ def test_work_alone_that_fails_passes_the_drafter_on() -> None:
     assert turns.draft(session(), batch(1)).result is not None
 
 
+def test_a_step_that_cannot_even_be_joined_passes_the_drafter_on() -> None:
+    """A bug of ours; the thread that it is met on says so, and the others go on."""
+    scene = Scene()
+    raised: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            scene.turns.draft(session(), batch(1)._replace(rows=cast(memoryview, None)))
+        except AttributeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    queued(scene.turns, 1)
+    other = Asking(scene.turns, batch(2))
+    queued(scene.turns, 2)
+    scene.drafter.let_go.release(3)
+    thread.join(PATIENCE_S)
+    assert len(raised) == 1
+    assert other.tokens() == ids(2)
+    assert repr(scene.turns) == "<Turns free, 0 wait>"
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_many_threads_at_random_each_get_what_they_would_get_alone(seed: int) -> None:
     class Slow(ArithmeticDrafter):

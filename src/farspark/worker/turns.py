@@ -113,8 +113,9 @@ class Turns:
         if not self._queue:
             self._take_alone(first)
             return
-        together = [first, *self._take_along(first)]
+        together = [first]
         try:
+            together += self._take_along(first)
             self._draft([turn for turn in together if not _is_void(turn)])
         finally:
             # The next one first: what is left to do here needs no drafter.
