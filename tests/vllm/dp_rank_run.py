@@ -61,17 +61,21 @@ def run_phase(engine: Any, phase: dict[str, Any], protocol: TextIO) -> dict[str,
 
 
 class Watch:
-    """Counts, from now on, the speculator's steps and the collectives that cross processes."""
+    """Counts, from now on, the speculator's steps and the collectives that cross processes, and keeps what was drafted."""
 
     def __init__(self, speculator: Any) -> None:
         self._remote = speculator.remote
         self._steps: Counter[str] = Counter()
         self._collectives: list[str] = []
+        self._drafts: list[dict[str, list[int]]] = []
         propose = speculator.propose
 
-        def counting_propose(*rest: Any, dummy_run: bool = False, **more: Any) -> Any:
+        def counting_propose(input_batch: Any, *rest: Any, dummy_run: bool = False, **more: Any) -> Any:
             self._steps["dummy" if dummy_run else "real"] += 1
-            return propose(*rest, dummy_run=dummy_run, **more)
+            drafts = propose(input_batch, *rest, dummy_run=dummy_run, **more)
+            if not dummy_run:
+                self._drafts.append(dict(zip(input_batch.req_ids, drafts.tolist(), strict=False)))
+            return drafts
 
         speculator.propose = counting_propose
         for name in _COLLECTIVES:
@@ -83,21 +87,35 @@ class Watch:
         def counting(*rest: Any, **more: Any) -> Any:
             size = dist.get_world_size(more.get("group"))
             if size > 1:
-                self._collectives.append(f"{name} of {size}")
+                self._collectives.append(f"{name} of {size}{_apart(more.get('group'))}")
             return original(*rest, **more)
 
         setattr(dist, name, counting)
 
+    def so_far(self) -> dict[str, Any]:
+        return {
+            "speculator_steps": dict(self._steps),
+            "drafts": list(self._drafts),  # of real steps, by request
+            "collectives": list(self._collectives),
+            "counters": self._remote.rank0.counters() if self._remote.rank0 is not None else None,
+        }
+
     def found(self) -> dict[str, Any]:
         """Of the phase that is over."""
-        found = {
-            "speculator_steps": dict(self._steps),
-            "collectives": list(self._collectives),
-            "counters": self._remote.rank0.counters(),
-        }
+        found = self.so_far()
         self._steps.clear()
+        self._drafts.clear()
         self._collectives.clear()
         return found
+
+
+def _apart(group: Any) -> str:
+    """How far apart its ranks are, which tells groups of one size apart; nothing for one that vLLM has made beside the world."""
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except KeyError:
+        return ""
+    return f" by {ranks[1] - ranks[0]}"
 
 
 if __name__ == "__main__":

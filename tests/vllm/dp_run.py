@@ -1,6 +1,7 @@
 """As `engine_run`, for data parallelism: one engine in front of a core per rank, which gets its requests by its number.
 
-A phase names a rank for each prompt, and may pause after so many tokens of all its requests; the others' go on meanwhile.
+A phase names a rank for each prompt, and may pause after so many tokens of all its requests; the others' go on meanwhile. Where
+the job names a folder as `watches`, every worker's steps are written there, see `dp_extension`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any, TextIO
 
 from tests.vllm import engine_run
@@ -37,12 +39,33 @@ async def run(job: dict[str, Any], protocol: TextIO) -> None:
             "num_speculative_tokens": job["num_drafts"],
         },
     }
+    watches = job.get("watches")
+    if watches:
+        arguments["worker_extension_cls"] = "tests.vllm.dp_extension.DpExtension"
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=job["target"], **(arguments | job["engine"])))
     try:
+        if watches:
+            await engine.collective_rpc("watch_steps")
         phases = {phase["name"]: await run_phase(engine, phase, protocol) for phase in job["phases"]}
+        if watches:
+            await write_steps(engine, watches)
     finally:
         engine.shutdown()
     protocol.write(engine_run.RESULT + json.dumps({"phases": phases}) + "\n")
+
+
+async def write_steps(engine: Any, folder: str) -> None:
+    """Once they are over: ranks in step go on for some steps without work, and are asked at different ones."""
+    before = None
+    while before != (found := steps_in(folder)) or not found:
+        before = found
+        await asyncio.sleep(1.0)
+        await engine.collective_rpc("write_steps", args=(folder,))
+
+
+def steps_in(folder: str) -> dict[str, dict[str, int]]:
+    """How many of which kind, by worker."""
+    return {path.stem: json.loads(path.read_text())["speculator_steps"] for path in Path(folder).iterdir()}
 
 
 async def run_phase(engine: Any, phase: dict[str, Any], protocol: TextIO) -> dict[str, Any]:

@@ -226,6 +226,71 @@ def test_warmup_rpc_a_step_without_work_takes_no_slot_and_sends_nothing(in_step:
 
 
 @pytest.mark.slow
+def test_tp_agree_two_data_parallel_ranks_of_two_tensor_parallel_ones_keep_the_text_and_agree(
+    experts: tiny_pair.TinyPair, tmp_path: Path
+) -> None:
+    watches = tmp_path / "steps"
+    watches.mkdir()
+    with ExitStack() as stack:
+        workers = TwoWorkers(experts, tmp_path, stack)
+        settings = remote(
+            "capacity",
+            ",".join(workers.endpoints),
+            identity_of(experts),
+            tmp_path / "stats.json",
+            _TIMEOUT_MS="20000",
+        )
+        run = run_engine(
+            {
+                "target": str(experts.target),
+                "drafter": str(experts.drafter),
+                "num_drafts": N,
+                "engine": ENGINE | SMALL | {"data_parallel_size": 2, "tensor_parallel_size": 2},
+                "phases": [ONE, BOTH, KILLED | {"pauses": {"20": "kill"}}, AGAIN],
+                "watches": str(watches),
+            },
+            settings
+            | {
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+                "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+                "VLLM_CPU_OMP_THREADS_BIND": "0|1|0|1",
+                "OMP_NUM_THREADS": "1",
+            },
+            module="tests.vllm.dp_run",
+            on_pause=workers.kill_second,
+            timeout_s=900.0,
+        )
+    assert texts(run) == texts(alone(experts))
+    # Of four processes that have the drafter the first of each data-parallel rank talks.
+    assert run["log"].count("remote drafter chosen") == 4
+    assert_ranks_of_their_own(tmp_path, workers.endpoints, run["log"])
+    steps = {path.stem: json.loads(path.read_text()) for path in watches.iterdir()}
+    assert sorted(steps) == ["dp0-tp0", "dp0-tp1", "dp1-tp0", "dp1-tp1"]
+    for rank in ("dp0", "dp1"):
+        first, second = steps[f"{rank}-tp0"], steps[f"{rank}-tp1"]
+        assert first["speculator_steps"] == second["speculator_steps"]
+        assert first["drafts"] == second["drafts"]
+        assert second["counters"] is None
+        # A step without work took no round, every other one did.
+        real = first["speculator_steps"]["real"]
+        assert len(first["drafts"]) == real
+        assert first["counters"]["rounds_ok"] + first["counters"].get("rounds_failed", 0) == real
+        # One broadcast of the result in each of these.
+        assert first["collectives"].count("broadcast of 2 by 1") == real
+        assert first["collectives"] == second["collectives"]
+        assert any(sum(map(sum, drafts.values())) for drafts in first["drafts"])
+    assert steps["dp0-tp0"]["speculator_steps"]["dummy"] > 5
+    # Those of tensor-parallel ranks, which are neighbours, alone depend on whether there is work.
+    first, second = (
+        [name for name in steps[rank]["collectives"] if "by 1" not in name] for rank in ("dp0-tp0", "dp1-tp0")
+    )
+    assert first == second
+    assert len(first) > 100
+    taken = [sum(one["speculator_steps"].values()) for one in steps.values()]
+    assert len(set(taken)) == 1
+
+
+@pytest.mark.slow
 def test_tp_agree_a_local_drafter_that_stands_in_on_one_rank_leaves_the_collectives_equal(
     experts: tiny_pair.TinyPair, tmp_path: Path
 ) -> None:
