@@ -23,12 +23,13 @@ CPU = torch.device("cpu")
 SHAPE = GatherShape(max_requests=2, max_tokens=16, taps=2, hidden_size=4, context=8, ring=4)
 
 
-def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
+def compare(*arguments: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
     pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-m", "tests.engine.gather.compare_forms", "cpu", *arguments],
+        [sys.executable, "-m", "tests.engine.gather.compare_forms", device, *arguments],
         cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env=environment | ({"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} if device == "cpu" else {}),
         capture_output=True,
         text=True,
         timeout=300,
@@ -40,6 +41,14 @@ def test_both_forms_make_the_same_rows_ring_and_metadata() -> None:
     found = compare("10")
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.count("10 steps equal; the check at start says equal") == 4
+
+
+@pytest.mark.gpu
+def test_both_forms_make_the_same_rows_ring_and_metadata_on_a_gpu() -> None:
+    """With and without the three columns of sampled drafts."""
+    found = compare("50", device="cuda")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.count("50 steps equal; the check at start says equal") == 4
 
 
 def test_a_difference_is_seen_and_named() -> None:
