@@ -49,7 +49,7 @@ demo: $(READY) ## real vLLM with remote drafts; PROMPT='…' for your own, DEMO_
 test: $(READY) ## every test that needs no GPU, real vLLM included
 	$(BIN)/python -m pytest $(LANES) $(PYTEST_ARGS)
 
-# The slow ones among them take about an hour: PYTEST_ARGS=--slow.
+# Part of every test run: about four minutes on two cores. The slow ones take an hour more: PYTEST_ARGS=--slow.
 pp-test: $(READY) ## the pipeline's token transport: units, Gloo ranks, real vLLM in stages
 	$(BIN)/python -m pytest tests/engine/pp tests/vllm/test_pp.py $(PYTEST_ARGS)
 
