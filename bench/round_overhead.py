@@ -37,7 +37,7 @@ from tests.fakes.drafters import NoopDrafter, info  # noqa: E402
 
 from farspark.clock import Deadline  # noqa: E402
 from farspark.engine.client import Client  # noqa: E402
-from farspark.engine.round import find_fault  # noqa: E402
+from farspark.engine.replies import find_fault  # noqa: E402
 from farspark.engine.shape import ModelShape  # noqa: E402
 from farspark.native.round_calls import load_round_calls  # noqa: E402
 from farspark.stats import Stats  # noqa: E402

@@ -16,7 +16,7 @@ from typing import Final
 from tests.fakes.drafters import INFO, ArithmeticDrafter
 
 from farspark.clock import Deadline
-from farspark.engine.round import find_fault
+from farspark.engine.replies import find_fault
 from farspark.errors import ProtocolError, Refused, TransportError
 from farspark.transport import Endpoint, Piece
 from farspark.transport.tcp import TcpChannel

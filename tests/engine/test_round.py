@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.fakes.engine_world import CONTEXT, INFO, SLOTS, Row, World
 
+from farspark.engine.replies import find_fault, find_fault_of_judgement
 from farspark.engine.result import RoundOutcome
-from farspark.engine.round import SILENT_STEPS, find_fault, find_fault_of_judgement
+from farspark.engine.round import SILENT_STEPS
 from farspark.wire.layout import EntryFlag, RequestStatus
 from farspark.wire.messages import Entry, EntryReply, Judge, Judgement, SampledDrafts, StepReply
 

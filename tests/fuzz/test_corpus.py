@@ -109,13 +109,13 @@ PLANTED = {
     ),
     "any id is believed": (
         "client",
-        "engine/round.py",
+        "engine/replies.py",
         "are_in_range = max(tokens, default=0) < vocab_size and ",
         "are_in_range = ",
     ),
     "NaN is a confidence": (
         "client",
-        "engine/round.py",
+        "engine/replies.py",
         " and max(confidences, default=0) <= _ONE",
         "",
     ),

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from tests.fakes.drafters import info
 
-from farspark.engine import round as engine_round
-from farspark.engine.round import find_fault
+from farspark.engine import replies
+from farspark.engine.replies import find_fault
 from farspark.errors import ProtocolError
 from farspark.native import round_calls
 from farspark.native.build import ROUNDCALLS, NativeUnavailable, compile_library
@@ -272,7 +272,7 @@ def test_a_reply_is_faultless_only_where_python_finds_no_fault(
         reply = some_reply(chance, entries)
         want_margins = chance.random() < 0.5 if chance.random() < 0.1 else reply.margins is not None
         with monkeypatch.context() as patch:
-            patch.setattr(engine_round, "ready_round_calls", lambda: None)
+            patch.setattr(replies, "ready_round_calls", lambda: None)
             fault = find_fault(
                 reply, entries, step_id=7, num_drafts=N, vocab_size=VOCAB, context=CONTEXT, want_margins=want_margins
             )

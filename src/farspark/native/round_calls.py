@@ -92,7 +92,7 @@ class RoundCalls(Protocol):
         want_margins: bool,
         /,
     ) -> bool:
-        """True where `engine.round.find_fault` finds none."""
+        """True where `engine.replies.find_fault` finds none."""
         ...
 
     def begin_step(

@@ -280,7 +280,7 @@ static bool are_zeros(const uint32_t *values, size_t from, size_t to)
     return from == to;
 }
 
-/* is_faultless(reply, entries, step_id, num_drafts, vocab_size, context, want_margins): True where round.find_fault finds none; False says
+/* is_faultless(reply, entries, step_id, num_drafts, vocab_size, context, want_margins): True where replies.find_fault finds none; False says
  * nothing */
 static PyObject *is_faultless(PyObject *Py_UNUSED(self), PyObject *const *given, Py_ssize_t count)
 {
