@@ -535,7 +535,7 @@ class Client:
             self._why = why
 
     def _fail(self, endpoint: Endpoint, why: str) -> None:
-        message = f"{endpoint}: {why}"
+        message = why if str(endpoint) in why else f"{endpoint}: {why}"  # a transport names it, a worker does not
         if message != self._said.get(endpoint):
             logger.warning("farspark: worker not reached, %s", message)
         self._said[endpoint] = message
