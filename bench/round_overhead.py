@@ -43,7 +43,8 @@ from farspark.native.round_calls import load_round_calls  # noqa: E402
 from farspark.stats import Stats  # noqa: E402
 from farspark.transport import Channel, parse_endpoint, parse_endpoints  # noqa: E402
 from farspark.transport.base import Piece  # noqa: E402
-from farspark.transport.tcp import DEFAULT_CONNECT_SPIN_US, TcpChannel  # noqa: E402
+from farspark.transport.endpoint import DEFAULT_CONNECT_SPIN_US  # noqa: E402
+from farspark.transport.tcp import TcpChannel  # noqa: E402
 from farspark.wire import codec, layout  # noqa: E402
 from farspark.wire.layout import EntryFlag, RequestStatus, StepFlag  # noqa: E402
 from farspark.wire.messages import Entry, EntryReply, StepReply  # noqa: E402

@@ -39,7 +39,7 @@ from farspark.clock import Deadline  # noqa: E402
 from farspark.errors import FarsparkError, TransportError  # noqa: E402
 from farspark.native.round_calls import load_round_calls  # noqa: E402
 from farspark.transport import Piece, connect, exchange, listen  # noqa: E402
-from farspark.transport.tcp import DEFAULT_CONNECT_SPIN_US, DEFAULT_LISTEN_SPIN_US  # noqa: E402
+from farspark.transport.endpoint import DEFAULT_CONNECT_SPIN_US, DEFAULT_LISTEN_SPIN_US  # noqa: E402
 from farspark.wire import codec  # noqa: E402
 from farspark.wire.layout import EntryFlag, FrameStatus, HeaderFlag, Operation, RequestStatus  # noqa: E402
 from farspark.wire.messages import Entry, EntryReply, Header, StepReply  # noqa: E402

@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.config": {"errors", "token_file", "transport.endpoint", "engine.depth"},
     "engine.depth": set(),
     "engine.depth_control": CORE | {"engine.depth"},
-    "engine.launch": {"errors", "engine.config"},
+    "engine.launch": {"errors", "engine.config", "transport.endpoint"},
     "engine.breaker": set(),
     "engine.slots": CORE | {"wire"},
     "engine.draws": {"wire"},

@@ -146,6 +146,7 @@ def test_every_setting_is_explained_with_its_value_and_where_it_came_from() -> N
     assert rows[f"{R}_BACKOFF_MAX_MS"] == ("30000", "default")
     assert rows[f"{R}_STRICT_START"] == ("0", "default")
     assert rows[f"{R}_BIND"] == ("not set", "default")
+    assert rows[f"{R}_SPIN_US"] == ("200, where an endpoint does not say ?spin_us=", "default")
     assert rows[f"{R}_RING"] == ("the drafter's window; full attention: 512", "default")
     assert rows[f"{R}_MARKOV_IDENTITY"] == ("not checked", "default")
     assert rows[f"{R}_ASYNC_WATCHDOG_MS"] == ("0", "default")

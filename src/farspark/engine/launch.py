@@ -28,6 +28,7 @@ from farspark.engine.config import (
     read_pp_config,
 )
 from farspark.errors import ConfigError
+from farspark.transport.endpoint import DEFAULT_CONNECT_SPIN_US
 
 PLUGINS: Final = "VLLM_PLUGINS"
 RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
@@ -216,6 +217,7 @@ def _default_text(suffix: str, default: Any, config: EngineConfig) -> str:
         else f"0: {config.asynchronous.watchdog_s * 1000:g} with this timeout",
         "_CONTEXT": f"the drafter's window; full attention: {FULL_ATTENTION_CONTEXT}",
         "_RING": f"the drafter's window; full attention: {FULL_ATTENTION_RING}",
+        "_SPIN_US": f"{DEFAULT_CONNECT_SPIN_US}, where an endpoint does not say ?spin_us=",
         # Rank 0 need not be the process that is started here.
         "_STATS_FILE": f"{config.stats_file.parent}/farspark-stats-PID.json",
     }

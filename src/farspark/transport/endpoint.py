@@ -20,6 +20,9 @@ UCX_SCHEMES: Final = ("ucx", "o1rdma", "o1tcp")
 OPTIONS: Final = ("bind", "spin_us", "ucx_dir")
 # Spinning longer than this takes a core away for nothing: a sleeping wait costs some 50 us.
 MAX_SPIN_US: Final = 1_000_000
+DEFAULT_CONNECT_SPIN_US: Final = 200
+# A worker waits for the engine's next step, milliseconds away: spinning would only take a core from the drafter.
+DEFAULT_LISTEN_SPIN_US: Final = 0
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 _DIGITS_AND_DOTS = re.compile(r"[0-9.]+")

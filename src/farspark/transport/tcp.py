@@ -26,12 +26,8 @@ from farspark.errors import ConfigError, ProtocolError, TransportError
 from farspark.native.round_calls import ALL, ENDED, LATE, RoundCalls, ready_round_calls
 from farspark.transport.addresses import SocketAddress, connect_to_any, listen_on_any, show
 from farspark.transport.base import Piece
-from farspark.transport.endpoint import Endpoint
+from farspark.transport.endpoint import DEFAULT_CONNECT_SPIN_US, DEFAULT_LISTEN_SPIN_US, Endpoint
 from farspark.transport.ends import GuardedChannelEnd, ListenerEnd, at_ns
-
-DEFAULT_CONNECT_SPIN_US: Final = 200
-# A worker waits for the engine's next step, milliseconds away: spinning would only take a core from the drafter.
-DEFAULT_LISTEN_SPIN_US: Final = 0
 
 # A peer that vanished without a word is noticed after 5 + 3 * 2 seconds of silence, or 10 seconds after bytes that it
 # does not acknowledge. Rounds have their own, far shorter, deadline; this is what frees a dead engine's slots.

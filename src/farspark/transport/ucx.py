@@ -31,12 +31,8 @@ from farspark.native.round_calls import Outcome, RoundCalls, ready_round_calls
 from farspark.native.ucx import Address, UcxLibrary, UcxPiece, load_ucx
 from farspark.transport.addresses import SocketAddress, connect_to_any, listen_on_any, show
 from farspark.transport.base import Piece
-from farspark.transport.endpoint import Endpoint
+from farspark.transport.endpoint import DEFAULT_CONNECT_SPIN_US, DEFAULT_LISTEN_SPIN_US, Endpoint
 from farspark.transport.ends import NEVER_NS, GuardedChannelEnd, ListenerEnd, WatchedChannelEnd, at_ns
-
-DEFAULT_CONNECT_SPIN_US: Final = 200
-# A worker waits for the engine's next step, milliseconds away: spinning would only take a core from the drafter.
-DEFAULT_LISTEN_SPIN_US: Final = 0
 
 # How long a client may take between its first packet and the answer to our greeting.
 ESTABLISH_NS: Final = 5_000_000_000
