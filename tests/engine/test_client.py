@@ -206,6 +206,9 @@ def test_dropping_a_connection_twice_makes_one_new_one() -> None:
         one.drop(connection, "told to")
         one.drop(connection, "told to")
         assert one.wait_ready(Deadline.after(5))
+        # What is over is no failure any more, but why it came to that is still known.
+        assert one.last_failure is None
+        assert one.last_disconnect == "memory://dropped: told to"
         again = one.connection()
         assert again is not None
         assert again.epoch == 2

@@ -172,6 +172,7 @@ class Client:
         self._leave_at_s = math.inf
         self._state = ClientState.CONNECTING
         self._why: str | None = None  # the newest failure, as a sentence
+        self._why_lost: str | None = None  # why the newest connection that served was given up
         self._route = Route(endpoints, first_s=backoff_s, longest_s=backoff_max_s)
         self._pass_at_s = -math.inf  # when the endpoints are asked again, without a connection
         self._delay_s = backoff_s  # between the next two passes
@@ -194,8 +195,13 @@ class Client:
 
     @property
     def last_failure(self) -> str | None:
-        """The newest reason for not being connected, kept for the stats."""
+        """The newest reason for not being connected, kept for the stats; None while one is."""
         return self._why
+
+    @property
+    def last_disconnect(self) -> str | None:
+        """Why a connection that served was given up the last time, whatever came after."""
+        return self._why_lost
 
     def wait_ready(self, deadline: Deadline) -> bool:
         """Wait until a connection is ready; False at the deadline or once none can ever be."""
@@ -315,6 +321,7 @@ class Client:
         if was_ready and connection is not None:
             self._lost = connection.endpoint
             self._stats.add("disconnects")
+            self._why_lost = f"{connection.endpoint}: {why}"
             logger.warning("farspark: connection to %s given up: %s", connection.endpoint, why)
         self._handover.notify_all()
 

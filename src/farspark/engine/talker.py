@@ -140,6 +140,7 @@ class Talker:
                 "epoch": connection.epoch if connection else None,
                 "context": connection.welcome.context if connection else None,
                 "last_failure": self.client.last_failure,
+                "last_disconnect": self.client.last_disconnect,
             },
             "endpoints": self.client.endpoints(),
             "breaker": self.round.breaker.snapshot(),
