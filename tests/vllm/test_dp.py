@@ -93,6 +93,43 @@ def assert_ranks_of_their_own(folder: Path, endpoints: list[str], log: str) -> N
     assert log.count("drafts come from") == 1
 
 
+def run_two_ranks(
+    pair: tiny_pair.TinyPair,
+    folder: Path,
+    *,
+    timeout_s: float,
+    tensor_parallel_size: int = 1,
+    watches: Path | None = None,
+    **settings: str,
+) -> tuple[dict[str, Any], list[str]]:
+    """Two data-parallel ranks behind one front, the second one's worker killed in the middle; and the workers' endpoints."""
+    with ExitStack() as stack:
+        workers = TwoWorkers(pair, folder, stack)
+        endpoints = ",".join(workers.endpoints)
+        environment = remote("capacity", endpoints, identity_of(pair), folder / "stats.json", **settings)
+        run = run_engine(
+            {
+                "target": str(pair.target),
+                "drafter": str(pair.drafter),
+                "num_drafts": N,
+                "engine": ENGINE | SMALL | {"data_parallel_size": 2, "tensor_parallel_size": tensor_parallel_size},
+                "phases": [ONE, BOTH, KILLED | {"pauses": {"20": "kill"}}, AGAIN],
+                "watches": str(watches) if watches else None,
+            },
+            environment
+            | {
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+                "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+                "VLLM_CPU_OMP_THREADS_BIND": "|".join(["0|1"] * tensor_parallel_size),
+                "OMP_NUM_THREADS": "1",
+            },
+            module="tests.vllm.dp_run",
+            on_pause=workers.kill_second,
+            timeout_s=timeout_s,
+        )
+    return run, workers.endpoints
+
+
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> tiny_pair.TinyPair:
     return tiny_pair.make_tiny_pair(tmp_path_factory.mktemp("pair"), 0, agreeable=True)
@@ -100,30 +137,9 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> tiny_pair.TinyPair:
 
 @pytest.mark.slow
 def test_two_dense_ranks_keep_the_text_each_with_a_worker_of_its_own(dense: tiny_pair.TinyPair, tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        workers = TwoWorkers(dense, tmp_path, stack)
-        settings = remote("capacity", ",".join(workers.endpoints), identity_of(dense), tmp_path / "stats.json")
-        run = run_engine(
-            {
-                "target": str(dense.target),
-                "drafter": str(dense.drafter),
-                "num_drafts": N,
-                "engine": ENGINE | SMALL | {"data_parallel_size": 2},
-                "phases": [ONE, BOTH, KILLED | {"pauses": {"20": "kill"}}, AGAIN],
-            },
-            settings
-            | {
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-                "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-                "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-                "OMP_NUM_THREADS": "1",
-            },
-            module="tests.vllm.dp_run",
-            on_pause=workers.kill_second,
-            timeout_s=600.0,
-        )
+    run, endpoints = run_two_ranks(dense, tmp_path, timeout_s=600.0)
     assert texts(run) == texts(alone(dense))
-    assert_ranks_of_their_own(tmp_path, workers.endpoints, run["log"])
+    assert_ranks_of_their_own(tmp_path, endpoints, run["log"])
 
 
 def of_rank(phase: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -231,39 +247,13 @@ def test_tp_agree_two_data_parallel_ranks_of_two_tensor_parallel_ones_keep_the_t
 ) -> None:
     watches = tmp_path / "steps"
     watches.mkdir()
-    with ExitStack() as stack:
-        workers = TwoWorkers(experts, tmp_path, stack)
-        settings = remote(
-            "capacity",
-            ",".join(workers.endpoints),
-            identity_of(experts),
-            tmp_path / "stats.json",
-            _TIMEOUT_MS="20000",
-        )
-        run = run_engine(
-            {
-                "target": str(experts.target),
-                "drafter": str(experts.drafter),
-                "num_drafts": N,
-                "engine": ENGINE | SMALL | {"data_parallel_size": 2, "tensor_parallel_size": 2},
-                "phases": [ONE, BOTH, KILLED | {"pauses": {"20": "kill"}}, AGAIN],
-                "watches": str(watches),
-            },
-            settings
-            | {
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-                "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-                "VLLM_CPU_OMP_THREADS_BIND": "0|1|0|1",
-                "OMP_NUM_THREADS": "1",
-            },
-            module="tests.vllm.dp_run",
-            on_pause=workers.kill_second,
-            timeout_s=900.0,
-        )
+    run, endpoints = run_two_ranks(
+        experts, tmp_path, timeout_s=900.0, tensor_parallel_size=2, watches=watches, _TIMEOUT_MS="20000"
+    )
     assert texts(run) == texts(alone(experts))
     # Of four processes that have the drafter the first of each data-parallel rank talks.
     assert run["log"].count("remote drafter chosen") == 4
-    assert_ranks_of_their_own(tmp_path, workers.endpoints, run["log"])
+    assert_ranks_of_their_own(tmp_path, endpoints, run["log"])
     steps = {path.stem: json.loads(path.read_text()) for path in watches.iterdir()}
     assert sorted(steps) == ["dp0-tp0", "dp0-tp1", "dp1-tp0", "dp1-tp1"]
     for rank in ("dp0", "dp1"):
