@@ -25,8 +25,9 @@ from farspark.engine.replies import find_fault
 from farspark.errors import ProtocolError
 from farspark.native import round_calls
 from farspark.native.build import ROUNDCALLS, NativeUnavailable, compile_library
-from farspark.native.round_calls import ALL, CAME, ENDED, LATE, NEVER_NS, RoundCalls, open_round_calls
+from farspark.native.round_calls import ALL, CAME, ENDED, LATE, RoundCalls, open_round_calls
 from farspark.stats import Stats
+from farspark.transport.ends import NEVER_NS
 from farspark.wire import codec
 from farspark.wire.layout import EntryFlag, RequestStatus, StepFlag
 from farspark.wire.messages import Entry, EntryReply, Step, StepReply

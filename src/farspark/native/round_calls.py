@@ -18,7 +18,6 @@ from farspark.native.loader import open_build
 
 logger = logging.getLogger(__name__)
 
-NEVER_NS: Final = 2**63 - 1  # ROUNDCALLS_NEVER
 ALL: Final = -1  # what `send` returns for a whole frame
 # How a read ended: the two lowest bits of what `receive` returns.
 CAME, LATE, ENDED = 0, 1, 2

@@ -58,13 +58,12 @@ def _look_up(endpoint: Endpoint, deadline: Deadline) -> list[Any]:
     return outcome[0]
 
 
-C = TypeVar("C")
-L = TypeVar("L")
+T = TypeVar("T")
 
 
 def connect_to_any(
-    endpoint: Endpoint, deadline: Deadline, connect_to: Callable[[int, SocketAddress, Deadline], C]
-) -> C:
+    endpoint: Endpoint, deadline: Deadline, connect_to: Callable[[int, SocketAddress, Deadline], T]
+) -> T:
     """What `connect_to` returns for the first of the host's addresses where it neither raises OSError nor TransportError.
 
     Raises TimeoutError at the deadline, TransportError with what every address said, ConfigError for port 0.
@@ -88,7 +87,7 @@ def connect_to_any(
     raise TransportError(f"endpoint {endpoint}: {'; '.join(failures)}")
 
 
-def listen_on_any(endpoint: Endpoint, listen_on: Callable[[int, SocketAddress], L]) -> L:
+def listen_on_any(endpoint: Endpoint, listen_on: Callable[[int, SocketAddress], T]) -> T:
     """What `listen_on` returns for the first of the host's addresses where it neither raises OSError nor TransportError.
 
     Raises ConfigError with what every address said.

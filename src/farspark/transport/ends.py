@@ -12,7 +12,7 @@ from typing import Final, Self
 from farspark.clock import Deadline
 from farspark.errors import TransportError
 
-NEVER_NS: Final = 2**63 - 1  # as the native calls have it
+NEVER_NS: Final = 2**63 - 1  # ROUNDCALLS_NEVER, UCXCHANNEL_NEVER
 _monotonic = time.monotonic
 
 
