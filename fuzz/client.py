@@ -23,7 +23,7 @@ from farspark.errors import TransportError
 from farspark.stats import Stats
 from farspark.transport import Channel, Endpoint
 from farspark.wire import auth, codec, layout
-from farspark.wire.layout import EntryFlag, FrameStatus, HeaderFlag, Operation, RequestStatus
+from farspark.wire.layout import EntryFlag, FrameStatus, HeaderFlag, HelloFlag, Operation, RequestStatus
 from farspark.wire.messages import EntryReply, Header, Judgement, Proof, StepReply, Welcome
 from fuzz.driver import reproduce
 from fuzz.faults_of_ours import FaultsOfOurs
@@ -150,8 +150,9 @@ class Worker:
                 judge = codec.decode_judge(payload)
                 zeros = memoryview(bytes(4 * len(judge.tokens)))
                 floats = zeros.cast("f")
+                routing = memoryview(bytes(4 * len(judge.places))).cast("f") if self.program.has_router else None
                 answer = codec.encode_judgement(
-                    Judgement(judge.step_id, judge.num_drafts, zeros.cast("i"), floats, floats, floats)
+                    Judgement(judge.step_id, judge.num_drafts, zeros.cast("i"), floats, floats, floats, routing)
                 )
             case Operation.CHALLENGE:
                 self.nonces = codec.decode_challenge(payload), NONCE
@@ -177,6 +178,7 @@ class Worker:
             slots=SHAPE.slots,
             max_rows=64,
             num_drafts=SHAPE.num_drafts,
+            flags=HelloFlag.ROUTING | HelloFlag.ROUTER if self.program.has_router else HelloFlag(0),
         )
 
     def _proof(self) -> Proof:
@@ -228,6 +230,7 @@ class Program:
     def __init__(self, data: bytes) -> None:
         self.feed = Feed(data)
         settings = self.feed.byte()
+        self.has_router = bool(settings & 16)
         self.now_s = 0.0
         self.is_mean = True
         self.worker: Worker | None = None
@@ -367,7 +370,9 @@ class Program:
         rows = self.newest[: 1 + self.feed.byte() % len(self.newest)]
         chains = np.zeros((len(rows), SHAPE.num_drafts), dtype=np.int32)
         began_s = self.now_s
-        self.round.judge(rows, chains)
+        judged = self.round.judge(rows, chains)
+        if judged is not None and judged.routing is not None:
+            assert (np.isfinite(judged.routing) & (judged.routing >= 0)).all()
         assert self.now_s - began_s <= TIMEOUT_S + 4 * TICK_S
         self._check_client()
 

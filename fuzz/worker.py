@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from tests.fakes.drafters import INFO, ArithmeticDrafter
 
 from farspark.clock import Deadline
-from farspark.engine.replies import find_fault
+from farspark.engine.replies import find_fault, find_fault_of_judgement
 from farspark.errors import ProtocolError, Refused, TransportError
 from farspark.transport import Endpoint, Piece
 from farspark.transport.tcp import TcpChannel
@@ -47,7 +48,7 @@ class Drafter(ArithmeticDrafter):
     """Keeps in mind that it was asked for what must not be asked: the server takes any exception for a failed step."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(replace(INFO, has_router=True))
         self.fault: AssertionError | None = None
 
     def draft(self, batch: DraftBatch) -> DraftResult:
@@ -213,7 +214,13 @@ def check_reply(request: bytes, reply: bytes) -> None:
         case Operation.HELLO:
             codec.decode_welcome(payload)
         case Operation.JUDGE:
-            codec.decode_judgement(payload)
+            judgement = codec.decode_judgement(payload)
+            assert (
+                find_fault_of_judgement(
+                    judgement, codec.decode_judge(body), INFO.vocab_size, has_router=judgement.routing is not None
+                )
+                is None
+            )
         case Operation.PING:
             assert payload == body
 
@@ -343,7 +350,7 @@ class Program:
             num_drafts=INFO.num_drafts,
             slots=self.feed.pick((INFO.slots, 1, 2, 3)),
             vocab_size=INFO.vocab_size,
-            flags=layout.HelloFlag(kind >> 2 & 3),
+            flags=layout.HelloFlag(kind >> 2 & 7),
             instance=kind >> 4 & 3,
         )
 

@@ -88,6 +88,8 @@ def shadow(**changes: Any) -> dict[str, Any]:
         "largest_gap_ulps": 7.5,
         "largest_confidence_difference": 0.01,
         "bounds": {"equal_or_tie_rate": 0.995, "confidence_difference": 0.01},
+        "has_router": False,
+        "routing_ambiguous": 0,
     }
     return {"shadow": found | changes}
 
@@ -115,6 +117,39 @@ def test_parity_of_few_blocks_or_without_local_confidences_is_skipped() -> None:
     assert verdicts(judge.parity(shadow(blocks=49))) == {"drafts compared": "SKIP"}
     assert verdicts(judge.parity({})) == {"drafts compared": "SKIP"}
     assert only(judge.parity(shadow(largest_confidence_difference=None)), "confidences").verdict is Verdict.SKIP
+
+
+ROUTED = {
+    "has_router": True,
+    "routing_ambiguous": 930,
+    "bounds": {"equal_or_tie_rate": 0.995, "confidence_difference": 0.03, "routing_margin": 2**-7},
+}
+
+
+def test_parity_of_a_drafter_with_a_router_says_what_was_kept_out_and_judges_the_rest_by_its_bounds() -> None:
+    found = judge.parity(shadow(**ROUTED, largest_confidence_difference=0.03))
+    kept_out = only(found, "blocks kept out: a router near a tie")
+    assert (kept_out.verdict, kept_out.measured) == (Verdict.NOTE, "930 of 1,000, with a margin below 0.0078125")
+    assert "FAIL" not in verdicts(found).values()
+    assert verdicts(judge.parity(shadow(**ROUTED, largest_confidence_difference=0.0301)))["confidences"] == "FAIL"
+
+
+def test_parity_of_few_blocks_that_no_router_kept_out_is_skipped_and_says_what_else_to_do() -> None:
+    found = judge.parity(shadow(**ROUTED | {"routing_ambiguous": 951}))
+    assert verdicts(found) == {"blocks kept out: a router near a tie": "NOTE", "drafts compared": "SKIP"}
+    said = only(found, "drafts compared").measured
+    assert said == (
+        "49 blocks are too few: in 951 more a router was near a tie. Let it run longer; shadow-remote judges by accepted drafts"
+    )
+
+
+def test_parity_with_a_worker_that_is_too_old_to_say_is_judged_as_a_dense_drafters() -> None:
+    found = judge.parity(shadow(has_router=None))
+    assert only(found, "routing").verdict is Verdict.NOTE
+    assert "too old to say" in only(found, "routing").measured
+    assert "FAIL" not in verdicts(found).values()
+    assert verdicts(judge.parity(shadow(has_router=None, largest_confidence_difference=0.02)))["confidences"] == "FAIL"
+    assert "routing" not in verdicts(judge.parity(shadow()))
 
 
 def test_acceptance_is_judged_by_what_so_many_rounds_let_one_expect() -> None:

@@ -90,6 +90,9 @@ def test_the_probe_passes_against_a_mock_worker_and_says_what_a_fault_did(capsys
     [
         (["--fault", "nonsense"], "--fault 'nonsense': unknown"),
         (["--fault", "id:V", "--on", "ping"], "only the answer to a STEP can fail so"),
+        (["--fault", "routing"], "only the answer to a JUDGE can fail so"),
+        (["--routing-margin", "-1"], "--routing-margin -1: expected a number from 0 to 1e+30"),
+        (["--routing-margin", "nan"], "--routing-margin nan: expected a number from 0"),
         (["--every", "0"], "--every 0: expected 1 to"),
         (["--drafts", "65"], "--drafts 65: expected 1 to 64"),
         (["--slots", "0"], "--slots 0: expected 1 to"),

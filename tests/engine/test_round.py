@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes.drafters import ArithmeticDrafter
 from tests.fakes.engine_world import CONTEXT, INFO, SLOTS, Row, World
 
 from farspark.engine.replies import find_fault, find_fault_of_judgement
@@ -418,7 +421,7 @@ def ids(*values: int) -> memoryview:
 def test_a_judgement_is_checked_not_trusted() -> None:
     judge = Judge(7, 2, [0], ids(1, 2))
     right = Judgement(7, 2, ids(1, 9), floats(0, 1), floats(3, 4), floats(0, 1))
-    assert find_fault_of_judgement(right, judge, 10) is None
+    assert find_fault_of_judgement(right, judge, 10, has_router=False) is None
     for wrong in (
         right._replace(step_id=8),
         right._replace(num_drafts=1),
@@ -431,4 +434,76 @@ def test_a_judgement_is_checked_not_trusted() -> None:
         right._replace(confidences=floats(0, 1.5)),
         right._replace(confidences=floats(float("nan"), 1)),
     ):
-        assert find_fault_of_judgement(wrong, judge, 10) is not None, wrong
+        assert find_fault_of_judgement(wrong, judge, 10, has_router=False) is not None, wrong
+
+
+@pytest.mark.parametrize("has_router", [False, True])
+def test_routing_margins_are_there_exactly_where_the_welcome_said_so(has_router: bool) -> None:
+    judge = Judge(7, 1, [0, 1], ids(1, 2))
+    without = Judgement(7, 1, ids(1, 9), floats(0, 1), floats(3, 4), floats(0, 1))
+    routed = without._replace(routing=floats(0, 1e30))
+    why = find_fault_of_judgement(routed if not has_router else without, judge, 10, has_router=has_router)
+    assert (
+        why
+        == f"judgement with{'out' * has_router} routing margins, from a drafter with{'out' * (not has_router)} a router"
+    )
+    right = routed if has_router else without
+    assert find_fault_of_judgement(right, judge, 10, has_router=has_router) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), (-0.25, "-0.25")]
+)
+def test_a_routing_margin_that_can_be_none_is_refused_with_its_value(value: float, said: str) -> None:
+    judge = Judge(7, 1, [0, 1], ids(1, 2))
+    answer = Judgement(7, 1, ids(1, 9), floats(0, 1), floats(3, 4), floats(0, 1), floats(0.5, value))
+    assert (
+        find_fault_of_judgement(answer, judge, 10, has_router=True)
+        == f"judgement with a routing margin of {said}, expected a finite number, 0 or more"
+    )
+
+
+def routed_world() -> World:
+    return World(want_margin=True, drafter=ArithmeticDrafter(replace(INFO, has_router=True)))
+
+
+def test_routing_margins_come_with_the_judged_chains() -> None:
+    with routed_world() as world:
+        assert world.round.last_drafts.has_router is None, "nothing was drafted"
+        good(world, Row(world.admit(3), 4, sampled=True), Row(world.admit(0), 2, sampled=True))
+        assert world.round.last_drafts.has_router is True
+        drafted = world.result.tokens[:2].copy()
+        judged = world.round.judge([1, 0], drafted[::-1])
+        assert judged is not None
+        assert judged.routing is not None
+        steps = [(int(drafted[row, 1]) - int(drafted[row, 0])) % INFO.vocab_size for row in (1, 0)]
+        assert judged.routing.tolist() == [pytest.approx(step / INFO.vocab_size) for step in steps]
+
+
+def test_ID_RANGE_a_routing_margin_that_can_be_none_costs_the_judgement_and_is_kept_as_the_reason() -> None:
+    with routed_world() as world:
+        good(world, Row(world.admit(3), 4, sampled=True))
+        assert world.channel is not None
+        # The only chain's margin is the end of the frame.
+        world.channel.corrupt = (4, struct.pack("<f", math.nan))
+        assert world.round.judge([0], world.result.tokens[:1]) is None
+        assert (
+            world.round.last_bad_reply == "judgement with a routing margin of nan, expected a finite number, 0 or more"
+        )
+        assert world.stats.count("judge_failures") == 1
+        assert world.round.judge([0], world.result.tokens[:1]) is not None
+
+
+def test_a_drafter_without_a_router_says_so_and_has_no_routing_margins() -> None:
+    with World(want_margin=True) as world:
+        good(world, Row(world.admit(3), 4, sampled=True))
+        assert world.round.last_drafts.has_router is False
+        judged = world.round.judge([0], world.result.tokens[:1])
+        assert judged is not None
+        assert judged.routing is None
+
+
+def test_an_engine_that_wants_no_margins_hears_nothing_of_a_router() -> None:
+    with World(drafter=ArithmeticDrafter(replace(INFO, has_router=True))) as world:
+        good(world, Row(world.admit(3), 4, sampled=True))
+        assert world.round.last_drafts.has_router is None

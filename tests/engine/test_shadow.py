@@ -7,7 +7,12 @@ from farspark.engine.shadow import JudgedChains, ShadowComparison, gaps_in_ulps
 
 
 def judged(
-    best: list[list[int]], gaps: list[list[float]], *, peak: float = 20.0, confidence: float = 0.5
+    best: list[list[int]],
+    gaps: list[list[float]],
+    *,
+    peak: float = 20.0,
+    confidence: float = 0.5,
+    routing: list[float] | None = None,
 ) -> JudgedChains:
     shape = np.shape(best)
     return JudgedChains(
@@ -15,6 +20,7 @@ def judged(
         np.array(gaps, dtype=np.float32),
         np.full(shape, peak, dtype=np.float32),
         np.full(shape, confidence, dtype=np.float32),
+        None if routing is None else np.array(routing, dtype=np.float32),
     )
 
 
@@ -63,6 +69,103 @@ def test_parity_allows_ties_but_no_step_far_off_and_few_that_diverge() -> None:
     assert passes(2.1, 199) is True, "one in 200"
     assert passes(8.1, 100_000) is False
     assert ShadowComparison(1).snapshot()["bounds"] == {"equal_or_tie_rate": 0.995, "confidence_difference": 0.01}
+
+
+# Routers ----------------------------------------------------------------------------------------------------------------
+
+BELOW, AT = 2**-7 - 2**-20, 2**-7
+
+
+def test_every_block_of_a_drafter_with_a_router_is_judged_and_those_near_a_tie_are_kept_out() -> None:
+    shadow, asked = ShadowComparison(2), []
+    local = np.array([[1, 2], [1, 2], [1, 2], [1, 2]])
+    remote = np.array([[1, 2], [1, 9], [8, 9], [1, 2]])
+    # The first two are near a tie; of the others the first one is far off at both positions.
+    answer = judged([[1, 2], [1, 9], [8, 9], [1, 2]], [[0, 0], [0, 8], [9, 9], [0, 0]], routing=[0, BELOW, AT, 0.5])
+
+    def judge(which: np.ndarray[tuple[int, ...], np.dtype[np.intp]]) -> JudgedChains:
+        asked.extend(which.tolist())
+        return answer
+
+    shadow.observe(local, remote, judge=judge, has_router=True)
+    snapshot = shadow.snapshot()
+    assert asked == [0, 1, 2, 3]
+    assert (snapshot["has_router"], snapshot["routing_ambiguous"], snapshot["blocks"]) == (True, 2, 4)
+    assert (snapshot["steps"], snapshot["equal"], snapshot["far_diverged"]) == (4, 2, 2), "of two blocks"
+    assert snapshot["full_block_agree_rate"] == 0.5, "the chains as they are, of all blocks"
+    assert snapshot["first_mismatch"] == {"0": 1, "1": 1, "2": 2}
+    assert snapshot["routing_margins"] == {"<2^-13": 1, "<2^-7": 1, "<2^-6": 1, ">=2^-3": 1}
+    assert snapshot["bounds"] == {
+        "equal_or_tie_rate": 0.995,
+        "confidence_difference": 0.03,
+        "routing_margin": 2**-7,
+    }
+    assert [example["remote"] for example in snapshot["examples"]] == [[8, 9]]
+    assert snapshot["passes"] is False
+
+
+def test_nothing_but_near_ties_of_a_router_is_no_verdict() -> None:
+    shadow = ShadowComparison(1)
+    shadow.observe(
+        np.array([[1]]),
+        np.array([[2]]),
+        judge=lambda _: judged([[2]], [[99.0]], routing=[0.0]),
+        has_router=True,
+        local_confidences=np.array([[0.0]], dtype=np.float32),
+        remote_confidences=np.array([[1.0]], dtype=np.float32),
+    )
+    snapshot = shadow.snapshot()
+    assert (snapshot["passes"], snapshot["largest_confidence_difference"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("has_router", "difference", "passes"),
+    [
+        (False, 0.0099, True),
+        (False, 0.0101, False),
+        (None, 0.0101, False),
+        (True, 0.0101, True),
+        (True, 0.0299, True),
+        (True, 0.0301, False),
+    ],
+)
+def test_confidences_may_differ_by_more_where_there_is_a_router(
+    has_router: bool | None, difference: float, passes: bool
+) -> None:
+    shadow = ShadowComparison(1)
+    drafts = np.array([[1], [1]])
+    shadow.observe(
+        drafts,
+        drafts,
+        # Asked of all blocks where there is a router, else of none. The second one's confidence is another expert's.
+        judge=lambda _: judged([[1], [1]], [[0], [0]], routing=[AT, BELOW]),
+        has_router=has_router,
+        local_confidences=np.array([[0.5], [0.9 if has_router else 0.5]], dtype=np.float32),
+        remote_confidences=np.array([[0.5 + difference], [0.5]], dtype=np.float32),
+    )
+    snapshot = shadow.snapshot()
+    assert snapshot["largest_confidence_difference"] == pytest.approx(difference, abs=1e-6)
+    assert snapshot["passes"] is passes
+
+
+def test_blocks_of_a_router_that_nobody_judged_do_not_pass_even_where_they_agree() -> None:
+    shadow = ShadowComparison(1)
+    agreeing = np.array([[1]])
+    shadow.observe(agreeing, agreeing, judge=lambda _: judged([[1]], [[0]], routing=[1.0]), has_router=True)
+    assert shadow.snapshot()["passes"] is True
+    shadow.observe(agreeing, agreeing, judge=lambda _: None, has_router=True)
+    snapshot = shadow.snapshot()
+    assert (snapshot["unjudged"], snapshot["steps"], snapshot["passes"]) == (1, 1, False)
+
+
+def test_what_is_known_of_a_router_stays_known() -> None:
+    shadow, block = ShadowComparison(1), np.array([[1]])
+    shadow.observe(block, block)
+    assert shadow.snapshot()["has_router"] is None
+    shadow.observe(block, block, has_router=False)
+    shadow.observe(block, block)
+    assert shadow.snapshot()["has_router"] is False
+    assert shadow.snapshot()["routing_margins"] == {}
 
 
 def test_a_block_that_nobody_judged_is_counted_and_does_not_pass() -> None:

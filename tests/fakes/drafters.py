@@ -199,7 +199,9 @@ class ArithmeticDrafter:
             gaps = [float(right != token) for right, token in zip(best, tokens, strict=True)]
             sure = [one for entry in entries for one in confidences[entry * n : (entry + 1) * n]]
             ids = memoryview(struct.pack(f"<{len(best)}i", *best)).cast("i")
-            return Judged(ids, _floats(gaps), _floats([1.0] * len(best)), _floats(sure))
+            # Differs by the rows, as the drafts do.
+            routing = _floats([steps[entry] / vocab_size for entry in entries]) if self._info.has_router else None
+            return Judged(ids, _floats(gaps), _floats([1.0] * len(best)), _floats(sure), routing)
 
         return judge
 

@@ -100,6 +100,7 @@ class PlainDeepseek:
         self.block = config["quantization_config"]["weight_block_size"][0]
         self.stages = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("mtp."))
         self.weights = {name: self.decode(name, tensors) for name in tensors if not name.endswith(".scale")}
+        self.margins: list[float] = []  # of every choice of experts since the newest `draft` began
 
     @classmethod
     def read(cls, folder: Path, **options: Any) -> PlainDeepseek:
@@ -234,7 +235,10 @@ class PlainDeepseek:
         scores = torch.log1p((self.weights[at + "gate.weight"] @ x).exp()).sqrt()
         biased = scores + self.weights[at + "gate.bias"]
         count = text["dspark_num_experts_per_tok"] if self.is_v41 else text["num_experts_per_tok"]
-        chosen = sorted(range(len(biased)), key=lambda expert: -float(biased[expert]))[:count]
+        ranked = sorted(range(len(biased)), key=lambda expert: -float(biased[expert]))
+        chosen = ranked[:count]
+        last, first_out = float(biased[ranked[count - 1]]), float(biased[ranked[count]])
+        self.margins.append((last - first_out) / abs(last))
         total = sum(float(scores[expert]) for expert in chosen) + 1e-20
         return {expert: float(scores[expert]) / total * text["routed_scaling_factor"] for expert in chosen}
 
@@ -264,6 +268,7 @@ class PlainDeepseek:
     ) -> PlainDraft:
         """`rows` [M, taps * D] float32 are positions first_pos ..; the newest of them, as many as the window, are seen."""
         text, last = self.text, f"mtp.{self.stages - 1}."
+        self.margins = []
         seen = min(len(rows), context or text["sliding_window"], text["sliding_window"])
         anchor_pos = first_pos + len(rows)
         contexts = self.contexts(rows[len(rows) - seen :], anchor_pos - seen)

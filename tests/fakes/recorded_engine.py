@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from farspark.engine.result import RoundOutcome
 from farspark.engine.shape import ModelShape
 from farspark.engine.vllm.remote import Admissions, Batch, RemoteDrafter, TpGroup
 from farspark.transport import parse_endpoint
+from farspark.worker.batch import Drafter
 from farspark.worker.checkpoint import identities
 from farspark.worker.config import WorkerConfig
 from farspark.worker.drafter import open_drafter
@@ -48,9 +50,14 @@ SHAPE = ModelShape(
 
 @contextmanager
 def serving(
-    folder: Path, *, slots: int = SLOTS, context: int = CONTEXT, token: bytes | None = None
+    folder: Path,
+    *,
+    slots: int = SLOTS,
+    context: int = CONTEXT,
+    token: bytes | None = None,
+    made: Callable[[Drafter], Drafter] = lambda drafter: drafter,
 ) -> Iterator[Server]:
-    """A real worker with the checkpoint in `folder`, in float32, on a TCP port of its own."""
+    """A real worker with what is `made` of the drafter in `folder`, in float32, on a TCP port of its own."""
     config = WorkerConfig(
         checkpoint=folder,
         listen=parse_endpoint("tcp://127.0.0.1:0"),
@@ -60,7 +67,7 @@ def serving(
         token=token,
     )
     drafter = open_drafter(folder, dtype="float32", slots=slots, context=context)
-    with Server(drafter, config) as server:
+    with Server(made(drafter), config) as server:
         thread = threading.Thread(target=server.serve)
         thread.start()
         try:
@@ -70,10 +77,16 @@ def serving(
             thread.join(10)
 
 
+class LocalDrafter(Protocol):
+    def draft(self, rows: torch.Tensor, first_pos: int, anchor: int, *, context: int) -> Any:
+        """What `PlainDSpark.draft` gives, of which `tokens` and `confidences` are read."""
+        ...
+
+
 @dataclass
 class EngineRequest:
     slot: int
-    rows: torch.Tensor  # bf16 [positions, TAPS * HIDDEN], of all positions, also those that the engine never ran
+    rows: torch.Tensor  # bf16 [positions, taps * hidden], of all positions, also those that the engine never ran
     end: int  # the anchor's position
 
 
@@ -89,13 +102,18 @@ class Turn:
 
 @dataclass
 class RecordedEngine:
-    """`with RecordedEngine(...) as engine: engine.serve()`. `planted`: the local drafts of this round are made wrong."""
+    """`with RecordedEngine(...) as engine: engine.serve()`. `planted`: the local drafts of this round are made wrong.
+
+    `folder` is what the worker must serve, `local` the local drafter; None: the plain one of the same checkpoint.
+    """
 
     folder: Path  # the checkpoint
     endpoint: str
     capture: Path
     settings: dict[str, str] = field(default_factory=dict)
     planted: int | None = None
+    shape: ModelShape = SHAPE
+    local: LocalDrafter | None = None
 
     def __enter__(self) -> RecordedEngine:
         found = identities(self.folder)
@@ -112,7 +130,7 @@ class RecordedEngine:
         self.admissions = Admissions()
         self.drafter = RemoteDrafter(
             config,
-            SHAPE,
+            self.shape,
             max_tokens=256,
             device=torch.device("cpu"),
             tp=TpGroup(0, 1, lambda tensor: None),
@@ -123,7 +141,8 @@ class RecordedEngine:
         self.drafter.start_serving()
         assert self.drafter.rank0 is not None
         assert self.drafter.rank0.client.wait_ready(Deadline.after(20)), self.drafter.rank0.client.last_failure
-        self.plain = PlainDSpark.read(self.folder)
+        self.plain: LocalDrafter = self.local or PlainDSpark.read(self.folder)
+        self.row = self.shape.taps * self.shape.hidden_size
         self.rng = random.Random(7)
         self.generator = torch.Generator().manual_seed(7)
         self.rounds = 0
@@ -135,7 +154,7 @@ class RecordedEngine:
     def admit(self, slot: int, start: int = 0) -> EngineRequest:
         """`start` > 0: behind a prefix-cache hit."""
         self.admissions.admit(slot, f"request-{slot}")
-        return EngineRequest(slot, torch.randn(start, TAPS * HIDDEN, generator=self.generator).bfloat16(), start)
+        return EngineRequest(slot, torch.randn(start, self.row, generator=self.generator).bfloat16(), start)
 
     def serve(self) -> None:
         first, long = self.admit(0), self.admit(2)
@@ -156,7 +175,7 @@ class RecordedEngine:
         anchors = [self.rng.randrange(VOCAB - 1) for _ in turns]
         hidden, positions = [], []
         for turn in turns:
-            more = torch.randn(turn.n_rows, TAPS * HIDDEN, generator=self.generator).bfloat16()
+            more = torch.randn(turn.n_rows, self.row, generator=self.generator).bfloat16()
             hidden.append(more)
             positions.append(torch.arange(turn.request.end, turn.request.end + turn.n_rows))
             kept = more[: turn.n_rows - turn.rejected]
@@ -199,7 +218,7 @@ class RecordedEngine:
         for turn, anchor in zip(turns, anchors, strict=True):
             last_sampled[turn.request.slot] = anchor
         return StepTensors(
-            hidden=[whole[:, tap * HIDDEN : (tap + 1) * HIDDEN] for tap in range(TAPS)],
+            hidden=list(torch.split(whole, self.shape.hidden_size, dim=1)),
             positions=torch.cat(list(positions)),
             query_start_loc=torch.tensor(ends, dtype=torch.int32),
             slots=torch.tensor([turn.request.slot for turn in turns]),

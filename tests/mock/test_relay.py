@@ -43,9 +43,10 @@ def hello_of(identity: bytes) -> Hello:
     return shape.hello(engine="engine", identity=identity, markov_identity=identity, want_margin=False)
 
 
-def mock(fault: str | None = None, **options: object) -> MockWorker:
+def mock(fault: str | None = None, routing_margin: float | None = None, **options: object) -> MockWorker:
     parsed = None if fault is None else Fault.parse(fault, INFO.vocab_size)
-    return MockWorker(SHAPE, ANY_PORT, fault=parsed, **options)  # type: ignore[arg-type]
+    info = replace(SHAPE, has_router=routing_margin is not None)
+    return MockWorker(info, ANY_PORT, fault=parsed, routing_margin=routing_margin or 0.0, **options)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -55,10 +56,12 @@ class MockWorld(World):
     timeout_s: float = 0.5
     fault: str | None = None
     every: int = 1
+    operation: Operation = Operation.STEP
+    routing_margin: float | None = None
     worker: MockWorker = field(init=False)
 
     def start_worker(self) -> None:
-        self.worker = mock(self.fault, every=self.every)
+        self.worker = mock(self.fault, every=self.every, operation=self.operation, routing_margin=self.routing_margin)
         self.endpoint = self.worker.endpoint
 
     def stop_worker(self) -> None:
@@ -84,6 +87,60 @@ def test_without_a_fault_every_round_has_the_anchors_successors() -> None:
             assert world.result.tokens[0].tolist() == [(token + 1 + depth) % INFO.vocab_size for depth in range(5)]
             assert world.result.confidences[0].tolist() == [0.5] * 5
         assert world.worker.faults == 0
+
+
+def test_with_a_router_it_judges_other_drafts_and_says_how_close_every_choice_was() -> None:
+    with MockWorld(want_margin=True, timeout_s=5, routing_margin=0.25) as world:
+        world.timed()
+        assert world.round.last_drafts.has_router is True
+        chain = world.result.tokens[:1].copy()
+        own = world.round.judge([0], chain)
+        assert own is not None
+        assert (own.best.tolist(), own.gaps.tolist()) == (chain.tolist(), [[0.0] * 5])
+        chain[0, 1] = 7
+        other = world.round.judge([0], chain)
+        assert other is not None
+        assert other.gaps.tolist() == [[0.0, 1.0, 1.0, 0.0, 0.0]], (
+            "the token behind the changed one is not its successor"
+        )
+        assert other.best[0, 2] == 8
+        assert other.confidences.tolist() == [[0.5] * 5]
+        assert other.routing is not None
+        assert other.routing.tolist() == [0.25]
+
+
+def test_without_a_router_it_has_no_opinion_of_other_drafts() -> None:
+    with MockWorld(want_margin=True, timeout_s=5) as world:
+        world.timed()
+        assert world.round.last_drafts.has_router is False
+        assert world.round.judge([0], world.result.tokens[:1]) is None
+        assert world.stats.count("judge_failures") == 1
+        assert world.round.last_bad_reply is None, "it says so; it does not answer nonsense"
+
+
+# Fault, and what the engine keeps as the reason why it does not take the judgement.
+JUDGE_FAILURES = [
+    ("routing", "judgement with a routing margin of nan, expected a finite number, 0 or more"),
+    ("routing:inf", "judgement with a routing margin of inf, expected a finite number, 0 or more"),
+    ("routing:-0.5", "judgement with a routing margin of -0.5, expected a finite number, 0 or more"),
+    ("no-routing", "judgement without routing margins, from a drafter with a router"),
+]
+
+
+@pytest.mark.parametrize(("fault", "reason"), JUDGE_FAILURES, ids=[fault for fault, _ in JUDGE_FAILURES])
+def test_ID_RANGE_a_judgement_with_a_fault_in_its_routing_margins_is_not_taken_and_costs_no_round(
+    fault: str, reason: str
+) -> None:
+    with MockWorld(
+        want_margin=True, timeout_s=5, routing_margin=0.25, fault=fault, operation=Operation.JUDGE, every=2
+    ) as world:
+        for judges in (True, False, True):
+            assert world.timed()[0] is RoundOutcome.OK
+            judged = world.round.judge([0], world.result.tokens[:1])
+            assert (judged is not None) == judges
+        assert world.round.last_bad_reply == reason
+        assert (world.stats.count("judge_failures"), world.worker.faults) == (1, 1)
+        assert world.stats.count("hellos") == 1
 
 
 # Fault, the counter that must be 1, and what the engine keeps as the reason.
@@ -222,6 +279,7 @@ def test_a_round_of_greedy_requests_is_as_it_is_without_sampling() -> None:
 
 def test_every_kind_of_fault_is_tried() -> None:
     tried = {fault.partition(":")[0] for fault, *_ in (*FAILURES, *REFUSALS)}
+    tried |= {fault.partition(":")[0] for fault, _ in JUDGE_FAILURES}
     assert tried | {"no-probabilities"} == {kind.name for kind in KINDS}
 
 

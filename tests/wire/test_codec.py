@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -484,7 +485,13 @@ def test_unknown_flags_are_ignored() -> None:
     assert decoded.entries[0].flags == EntryFlag.NEED_DRAFT | EntryFlag.NEW_GEN | EntryFlag.RESYNC
     hello = bytearray(HELLO_BYTES)
     hello[92:94] = b"\xff\xff"
-    assert codec.decode_hello(memoryview(hello)).flags == HelloFlag.MARGINS | HelloFlag.SAMPLED
+    assert codec.decode_hello(memoryview(hello)).flags == HelloFlag.MARGINS | HelloFlag.SAMPLED | HelloFlag.ROUTING
+    welcome = bytearray(WELCOME_BYTES)
+    welcome[86:88] = b"\xff\xff"
+    assert codec.decode_welcome(memoryview(welcome)).flags == HelloFlag(15)
+    judgement = bytearray(JUDGEMENT_BYTES)
+    judgement[12:16] = b"\xfe\xff\xff\xff"
+    assert codec.decode_judgement(memoryview(judgement)).routing is None
 
 
 def test_encoding_a_value_of_ours_that_cannot_be_is_an_error() -> None:
@@ -570,7 +577,8 @@ i64 = st.integers(-(2**63), 2**63 - 1)
 digests = st.binary(min_size=32, max_size=32)
 printable = st.characters(codec="utf-8").filter(str.isprintable)
 names = st.text(printable, max_size=60)
-hello_flags = st.sampled_from([HelloFlag(bits) for bits in range(4)])
+hello_flags = st.sampled_from([HelloFlag(bits) for bits in range(8)])
+welcome_flags = st.sampled_from([HelloFlag(bits) for bits in range(16)])
 
 
 @given(
@@ -609,7 +617,7 @@ def test_hello_round_trips(hello: Hello) -> None:
         slots=u32,
         max_rows=u32,
         num_drafts=u16,
-        flags=hello_flags,
+        flags=welcome_flags,
         message=st.text(printable, max_size=300),
         lease_s=u16.map(lambda tenths: tenths / 10),
     )
@@ -700,6 +708,23 @@ JUDGEMENT = Judgement(9, 2, ints(5, 9), floats(0.0, 0.5), floats(16.0, 8.0), flo
 JUDGEMENT_BYTES = bytes.fromhex(
     "0900000000000000 0100 0200 00000000 05000000 09000000 00000000 0000003f 00008041 00000041 0000803f 0000803e"
 )
+ROUTED = Judgement(
+    9,
+    2,
+    ints(5, 9, 7, 8),
+    floats(0.0, 0.5, 1.0, 2.0),
+    floats(4.0, 4.0, 4.0, 4.0),
+    floats(1.0, 1.0, 1.0, 1.0),
+    floats(0.0078125, 0.25),
+)
+ROUTED_BYTES = bytes.fromhex(
+    "0900000000000000 0200 0200 01000000"
+    "05000000 09000000 07000000 08000000"
+    "00000000 0000003f 0000803f 00000040"
+    "00008040 00008040 00008040 00008040"
+    "0000803f 0000803f 0000803f 0000803f"
+    "0000003c 0000803e"
+)
 
 
 def test_judge_both_ways_byte_for_byte() -> None:
@@ -714,11 +739,33 @@ def test_judge_both_ways_byte_for_byte() -> None:
     assert codec.encode_judgement(JUDGEMENT) == JUDGEMENT_BYTES
     answer = codec.decode_judgement(memoryview(JUDGEMENT_BYTES))
     assert (answer.step_id, answer.num_drafts) == (9, 2)
-    assert [plane.tolist() for plane in answer[2:]] == [[5, 9], [0.0, 0.5], [16.0, 8.0], [1.0, 0.25]]
+    assert [plane.tolist() for plane in answer[2:6]] == [[5, 9], [0.0, 0.5], [16.0, 8.0], [1.0, 0.25]]
+    assert answer.routing is None
+
+
+def test_a_judgement_of_a_drafter_with_a_router_both_ways_byte_for_byte() -> None:
+    assert codec.encode_judgement(ROUTED) == ROUTED_BYTES
+    answer = codec.decode_judgement(memoryview(ROUTED_BYTES))
+    assert [plane.tolist() for plane in answer[2:6]] == [[5, 9, 7, 8], [0.0, 0.5, 1.0, 2.0], [4.0] * 4, [1.0] * 4]
+    assert answer.routing is not None
+    assert answer.routing.tolist() == [0.0078125, 0.25]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_routing_margins_are_carried_as_they_are(value: float) -> None:
+    """Whether they can be is the engine's to say, with the value."""
+    answer = codec.decode_judgement(memoryview(codec.encode_judgement(ROUTED._replace(routing=floats(value, 0.25)))))
+    assert answer.routing is not None
+    assert answer.routing.tolist() == pytest.approx([value, 0.25], nan_ok=True)
 
 
 @pytest.mark.parametrize(
-    ("decode", "whole"), [(codec.decode_judge, JUDGE_BYTES), (codec.decode_judgement, JUDGEMENT_BYTES)]
+    ("decode", "whole"),
+    [
+        (codec.decode_judge, JUDGE_BYTES),
+        (codec.decode_judgement, JUDGEMENT_BYTES),
+        (codec.decode_judgement, ROUTED_BYTES),
+    ],
 )
 def test_FRAMING_judge_of_another_length_is_refused_at_every_cut(
     decode: Callable[[memoryview], object], whole: bytes
@@ -733,6 +780,10 @@ def test_a_judge_whose_arrays_do_not_fit_is_not_encoded() -> None:
         codec.encode_judge(Judge(9, 3, [1], ints(1, 2)))
     with pytest.raises(ValueError, match="expected 'f', 8"):
         codec.encode_judgement(JUDGEMENT._replace(peaks=floats(1.0)))
+    with pytest.raises(ValueError, match="expected 'f', 16"):
+        codec.encode_judgement(JUDGEMENT._replace(routing=floats(1.0, 1.0)))
+    with pytest.raises(ValueError, match="expected 'f', 4"):
+        codec.encode_judgement(JUDGEMENT._replace(routing=ints(1)))
 
 
 PROOF = Proof(identity=ID_A, markov_identity=ID_B, proof=b"p" * 32)

@@ -35,6 +35,8 @@ from farspark.wire.messages import Entry, Header
 from farspark.worker.batch import DraftBatch, DraftEntry, DraftResult
 from farspark.worker.config import WorkerConfig
 from farspark.worker.drafter import DSparkDrafter, open_drafter
+from farspark.worker.models.deepseek_v4 import DeepseekV4
+from farspark.worker.models.experts import Router
 from farspark.worker.models.families import ModelOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -291,6 +293,75 @@ def test_other_chains_are_judged_as_the_formulas_teacher_force_them(folder: Path
     gaps = [float(forced.logits[k].max() - forced.logits[k][chain[k]]) for k in range(BLOCK)]
     assert [float(one) for one in judged.gaps] == pytest.approx(gaps, abs=1e-3)
     assert [float(one) for one in judged.confidences] == pytest.approx(forced.confidences, abs=1e-4)
+
+
+# Routing margins -------------------------------------------------------------------------------------------------------
+
+
+def routing_of(result: DraftResult, entries: Sequence[int]) -> list[float]:
+    assert result.judge is not None
+    routing = result.judge(entries, memoryview(bytes(4 * BLOCK * len(entries))).cast("i")).routing
+    assert routing is not None
+    return [float(one) for one in routing]
+
+
+def test_the_smallest_routing_margin_of_each_block_is_that_of_the_formulas(folder: Path, plain: PlainDeepseek) -> None:
+    """Five requests of a batch of eight, of which one only appends; again after others have drafted in slots of their own."""
+    drafter = float32_drafter(folder)
+    assert drafter.info.has_router
+    requests = [Request(slot, start=slot * 50) for slot in (6, 1, 4, 0, 3)]
+    rows = [make_rows(drafter, 2 + 3 * index, index) for index in range(5)]
+    entries = [
+        request.entry(part, 10 + index) for index, (request, part) in enumerate(zip(requests, rows, strict=True))
+    ]
+    entries[2] = entries[2]._replace(need_draft=False)
+    result = drafter.draft(DraftBatch(entries, packed(rows), want_margins=True))
+    expected = {}
+    for index, request in enumerate(requests):
+        request.by_formula(plain, 10 + index)
+        expected[index] = min(plain.margins)
+    assert len(plain.margins) == 3 * BLOCK
+    order = [4, 0, 3]
+    found = routing_of(result, order)
+    assert found == pytest.approx([expected[index] for index in order], rel=1e-3, abs=1e-5)
+    assert len(set(found)) == 3
+    other = make_rows(drafter, 9, 77)
+    drafter.draft(DraftBatch([Request(7).entry(other, 5)], packed([other])))
+    assert routing_of(result, order) == found
+    assert routing_of(result, [1]) == pytest.approx([expected[1]], rel=1e-3, abs=1e-5)
+
+
+def test_a_step_pays_nothing_for_routing_margins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for the margins nor for a second look at the block; a judgement does, once for all of its chains."""
+    asked: list[int] = []
+    blocks: list[int] = []
+    margins, through = Router.margins, DeepseekV4._through_stages
+
+    def noting_margins(router: Router, x: Tensor) -> Tensor:
+        asked.append(len(x))
+        return margins(router, x)
+
+    def noting_blocks(model: DeepseekV4, tokens: Tensor, *rest: Any) -> Tensor:
+        blocks.append(len(tokens))
+        return through(model, tokens, *rest)
+
+    monkeypatch.setattr(Router, "margins", noting_margins)
+    monkeypatch.setattr(DeepseekV4, "_through_stages", noting_blocks)
+    drafter, rows = float32_drafter(folder), make_rows(float32_drafter(folder), 4, 1)
+    more = [rows, rows]
+    entries = [Request(slot).entry(rows, 5) for slot in (0, 1)]
+    result = drafter.draft(DraftBatch(entries, packed(more), want_margins=True))
+    assert (asked, blocks) == ([], [2])
+    routing_of(result, [0, 1])
+    assert (asked, blocks) == ([2 * BLOCK] * 3, [2, 2])
+
+
+@pytest.mark.gpu
+def test_routing_margins_on_a_gpu_are_those_of_a_cpu(folder: Path) -> None:
+    gpu, cpu = float32_drafter(folder, device="cuda"), float32_drafter(folder)
+    rows = make_rows(cpu, 6, 3)
+    batch = DraftBatch([Request(0).entry(rows, 5)], packed([rows]), want_margins=True)
+    assert routing_of(gpu.draft(batch), [0]) == pytest.approx(routing_of(cpu.draft(batch), [0]), rel=1e-2, abs=1e-4)
 
 
 @pytest.mark.gpu

@@ -35,7 +35,7 @@ from farspark.wire.layout import (
     RequestStatus,
     StepFlag,
 )
-from farspark.wire.messages import Entry, Freed, Header, Hello, Sampling, StepReply
+from farspark.wire.messages import Entry, Freed, Header, Hello, Judge, Sampling, StepReply
 from farspark.worker.batch import DraftBatch, Drafter, DraftResult
 from farspark.worker.config import WorkerConfig
 from farspark.worker.server import Server
@@ -172,6 +172,29 @@ def test_hello_says_what_the_worker_is(peer: Peer) -> None:
     assert (welcome.vocab_size, welcome.max_rows) == (1000, 4096)
     assert welcome.flags == HelloFlag.MARGINS
     assert welcome.message == ""
+
+
+@pytest.mark.parametrize(
+    ("has_router", "said"), [(True, HelloFlag.ROUTING | HelloFlag.ROUTER), (False, HelloFlag.ROUTING)]
+)
+def test_a_worker_says_whether_it_has_a_router_to_who_asks_and_then_how_close_its_choices_were(
+    has_router: bool, said: HelloFlag
+) -> None:
+    drafter = ArithmeticDrafter(replace(INFO, has_router=has_router))
+    with serving(drafter) as server:
+        for asked, flags in ((HelloFlag.MARGINS, HelloFlag.MARGINS), (HelloFlag.ROUTING, said)):
+            with Peer(server) as peer:
+                _, payload = peer.hello(replace(HELLO, flags=asked))
+                welcome = codec.decode_welcome(payload)
+                assert welcome.flags == flags
+                assert welcome.has_router is (has_router if asked & HelloFlag.ROUTING else None)
+                peer.step(entry(0, 0, 1, DRAFT | NEW), flags=StepFlag.MARGINS)
+                chain = memoryview(bytes(4 * N)).cast("i")
+                reply, payload = peer.ask(Operation.JUDGE, codec.encode_judge(Judge(77, N, [0], chain)))
+                assert reply.status == FrameStatus.OK
+                assert (codec.decode_judgement(payload).routing is not None) == (
+                    has_router and asked == HelloFlag.ROUTING
+                )
 
 
 ONES = b"\x01" * 32

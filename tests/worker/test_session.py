@@ -481,6 +481,15 @@ def test_ID_RANGE_what_cannot_be_judged_is_refused(judge: Judge, why: str) -> No
     assert engine.session.judge(Judge(1, N, [0], ints(*[1] * N))).num_drafts == N
 
 
+def test_a_slot_that_was_freed_since_is_not_judged_any_more_because_it_may_be_anothers() -> None:
+    engine = Engine()
+    engine.step(entry(0, 0, 3, NEW), entry(1, 0, 3, NEW | DRAFT), entry(2, 0, 3, NEW | DRAFT), margins=True)
+    engine.session.free([Freed(0, 1), Freed(1, 1), Freed(3, 1)])
+    with pytest.raises(ProtocolError, match="entry 1, which has no drafts"):
+        engine.session.judge(Judge(1, N, [1], ints(*[1] * N)))
+    assert engine.session.judge(Judge(1, N, [2], ints(*[1] * N))).num_drafts == N
+
+
 def test_a_step_without_margins_leaves_nothing_to_judge_by() -> None:
     engine = Engine()
     engine.step(entry(0, 0, 3, NEW | DRAFT), margins=True)

@@ -79,17 +79,22 @@ def parity(after: Snapshot) -> list[Finding]:
     """Local and remote drafts of the same rows, over everything that the engine has compared since its start.
 
     By the engine's own bounds, which stand beside what it counted. Whole blocks are told and not judged: behind one near tie
-    the free-running chains have nothing in common.
+    the free-running chains have nothing in common. Neither are blocks in which a router was near a tie.
     """
     shadow = after.get("shadow", {})
-    blocks = int(shadow.get("blocks", 0))
-    if blocks < MIN_BLOCKS:
-        return [skipped("drafts compared", f"{blocks} blocks are too few", f"at least {MIN_BLOCKS}")]
+    blocks, ambiguous = int(shadow.get("blocks", 0)), int(shadow.get("routing_ambiguous", 0))
+    told = _routing(shadow)
+    if blocks - ambiguous < MIN_BLOCKS:
+        few = f"{blocks - ambiguous} blocks are too few"
+        if ambiguous:
+            few += f": in {ambiguous:,} more a router was near a tie. Let it run longer; shadow-remote judges by accepted drafts"
+        return [*told, skipped("drafts compared", few, f"at least {MIN_BLOCKS}")]
     least_rate = float(shadow["bounds"]["equal_or_tie_rate"])
     most_apart = float(shadow["bounds"]["confidence_difference"])
     diverged, far, unjudged = (int(shadow.get(name, 0)) for name in ("diverged", "far_diverged", "unjudged"))
     rate = float(shadow.get("equal_or_tie_rate") or 0)
     findings = [
+        *told,
         noted("whole blocks equal", f"{float(shadow['full_block_agree_rate']):.2%} of {blocks:,}"),
         judged(
             "equal or a near tie",
@@ -107,6 +112,18 @@ def parity(after: Snapshot) -> list[Finding]:
     else:
         findings.append(judged("confidences", difference <= most_apart, f"differ by {difference:.4f} at most", bound))
     return findings
+
+
+def _routing(shadow: Mapping[str, Any]) -> list[Finding]:
+    """What a router kept out of the comparison; nothing of a drafter without one."""
+    if shadow.get("has_router"):
+        ambiguous, bound = int(shadow["routing_ambiguous"]), float(shadow["bounds"]["routing_margin"])
+        kept_out = f"{ambiguous:,} of {int(shadow['blocks']):,}, with a margin below {bound:g}"
+        return [noted("blocks kept out: a router near a tie", kept_out)]
+    if shadow.get("blocks") and shadow.get("has_router") is None:
+        why = "this worker is too old to say; if the drafter has a router, confidences may fail without being wrong"
+        return [noted("routing", why)]
+    return []
 
 
 def acceptance(now: Measurement, baseline: Measurement) -> list[Finding]:

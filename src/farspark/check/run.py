@@ -57,7 +57,8 @@ CHECKS: Final = (
         "C-shadow and the worker",
         "asks the prompts and reads the stats file",
         f"worker ready; {judge.MIN_ROUNDS_OK:.0%} of the rounds succeed; the drafts are equal or near ties, none is far off, and "
-        "the confidences lie near each other, by the bounds in the stats file (shadow.bounds)",
+        "the confidences lie near each other, by the bounds in the stats file (shadow.bounds); blocks in which a router was near "
+        "a tie are kept out",
         policy="shadow",
     ),
     Check(

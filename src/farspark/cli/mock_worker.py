@@ -12,7 +12,7 @@ from typing import Final
 
 from farspark.errors import ConfigError
 from farspark.mock.drafter import mock_info
-from farspark.mock.faults import KINDS, STEP_ONLY, Fault, Kind
+from farspark.mock.faults import JUDGE_ONLY, KINDS, STEP_ONLY, Fault, Kind
 from farspark.mock.relay import MockWorker
 from farspark.token_file import read_token
 from farspark.transport import parse_endpoint
@@ -53,6 +53,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="any",
         help="what to prove to be: 64 hex digits, or any: whatever the engine demands; default %(default)s",
     )
+    parser.add_argument(
+        "--routing-margin",
+        metavar="MARGIN",
+        type=float,
+        help="stand in for a mixture of experts: judge other drafts, and say of every block that its closest choice of experts "
+        "was by MARGIN; left out: a dense drafter, which judges nothing",
+    )
     parser.add_argument("--fault", metavar="KIND[:ARG]", help="how to fail, see below; left out: not at all")
     parser.add_argument(
         "--every", metavar="K", type=int, default=1, help="fail on every K-th answer; default %(default)s"
@@ -91,6 +98,10 @@ def run(options: argparse.Namespace) -> int:
     ):
         if not low <= value <= high:
             raise ConfigError(f"{option} {value}: expected {low} to {high}")
+    margin = options.routing_margin
+    # Written so that NaN fails it.
+    if margin is not None and not 0 <= margin <= _MAX_MARGIN:
+        raise ConfigError(f"--routing-margin {margin:g}: expected a number from 0 to {_MAX_MARGIN:g}")
     endpoint = parse_endpoint(options.listen)
     token = read_token(options.token_file, "--token-file")
     # The rules for slots, context, rows and addresses are the worker's own.
@@ -105,8 +116,11 @@ def run(options: argparse.Namespace) -> int:
     )
     fault = None if options.fault is None else Fault.parse(options.fault, options.vocab)
     operation = Operation[options.on.upper()]
-    if fault is not None and fault.kind in STEP_ONLY and operation is not Operation.STEP:
-        raise ConfigError(f"--fault {options.fault} --on {options.on}: only the answer to a STEP can fail so")
+    for kinds, only in ((STEP_ONLY, Operation.STEP), (JUDGE_ONLY, Operation.JUDGE)):
+        if fault is not None and fault.kind in kinds and operation is not only:
+            raise ConfigError(
+                f"--fault {options.fault} --on {options.on}: only the answer to a {only.name} can fail so"
+            )
     info = mock_info(
         num_drafts=options.drafts,
         vocab_size=options.vocab,
@@ -115,6 +129,7 @@ def run(options: argparse.Namespace) -> int:
         slots=options.slots,
         context=options.context,
         identity=_identity(options.identity),
+        has_router=margin is not None,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     with (
@@ -128,6 +143,7 @@ def run(options: argparse.Namespace) -> int:
             any_identity=options.identity == "any",
             max_rows=options.max_rows,
             token=token,
+            routing_margin=margin or 0.0,
         ) as worker,
     ):
         how = "no faults" if fault is None else f"{options.fault} on every {options.every}. answer to {operation.name}"
@@ -148,6 +164,7 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+_MAX_MARGIN: Final = 1e30
 _ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
 
 

@@ -65,7 +65,8 @@ def run(options: argparse.Namespace) -> int:
                 progress("replaying", total, total)
     verdict = verdict_of(replay)
     data = {"file": str(options.file), "torn_bytes": reader.torn_bytes, **verdict.data, "equal": verdict.is_equal}
-    if not data["shadow"]["blocks"] and not data["failed_rounds"]:
+    shadow = data["shadow"]
+    if shadow["blocks"] == shadow["routing_ambiguous"] and not data["failed_rounds"]:
         raise ConfigError(_nothing_compared(data))
     if options.json:
         print(json.dumps(data, indent=1))
@@ -79,6 +80,11 @@ def _nothing_compared(data: dict[str, Any]) -> str:
     if data["without_captured_drafts"]:
         other = "remote" if data["against"] == "local" else "local"
         return f"{data['file']} has no {data['against']} drafts to compare with; record in shadow, or try --against {other}"
+    if data["shadow"]["routing_ambiguous"]:
+        return (
+            f"{data['file']}: {data['shadow']['routing_ambiguous']} blocks, and in each of them a router was near a tie: a "
+            f"margin below {data['shadow']['bounds']['routing_margin']:g}. Record more rounds"
+        )
     return (
         f"{data['file']}: {data['rounds']} rounds and nothing to compare: {data['partial_windows']} drafts were made from "
         "another window than the recorded ones. Record from the engine's start, longer, and without prefix-cache hits"
@@ -111,6 +117,11 @@ def _lines(data: dict[str, Any]) -> list[tuple[str, str]]:
                 + f", largest gap {shadow['largest_gap_ulps']:g} bf16 steps; {shadow['unjudged']:,} blocks unjudged",
             ),
         ]
+        if shadow["has_router"]:
+            bound = shadow["bounds"]["routing_margin"]
+            kept_out = f"{shadow['routing_ambiguous']:,} blocks kept out: a margin below {bound:g}"
+            margins = "  ".join(f"{name}: {count:,}" for name, count in shadow["routing_margins"].items())
+            lines += [("  routing ties", kept_out), ("  routing margins", margins)]
         if shadow["largest_confidence_difference"] is not None:
             lines.append(("  confidence", f"largest difference {shadow['largest_confidence_difference']:.4f}"))
     for name, key in (

@@ -213,7 +213,8 @@ class Replay:
             self.comparison.observe(
                 ours,
                 theirs,
-                judge=lambda different: self._round.judge(rows[different].tolist(), ours[different]),
+                judge=lambda asked: self._round.judge(rows[asked].tolist(), ours[asked]),
+                has_router=last.has_router,
                 margins=None if last.margins is None else last.margins[:n][judged],
                 local_confidences=None if confidences is None else confidences[judged],
                 remote_confidences=new_confidences[judged],
@@ -244,7 +245,7 @@ class Verdict:
     def is_equal(self) -> bool:
         shadow = self.data["shadow"]
         return bool(
-            shadow["blocks"]
+            shadow["steps"]
             and not shadow["diverged"]
             and not shadow["unjudged"]
             and not self.data["failed_rounds"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from collections.abc import Sequence
 from typing import Final
@@ -95,8 +96,8 @@ def find_fault(
     return f"slot {stray[0]}: drafts past the positions asked for" if stray else None
 
 
-def find_fault_of_judgement(judgement: Judgement, judge: Judge, vocab_size: int) -> str | None:
-    """Why `judgement` cannot be the answer to `judge`; None if it can."""
+def find_fault_of_judgement(judgement: Judgement, judge: Judge, vocab_size: int, *, has_router: bool) -> str | None:
+    """Why `judgement` cannot be the answer to `judge`; None if it can. `has_router`: the welcome said so."""
     wanted = len(judge.places) * judge.num_drafts
     if (judgement.step_id, judgement.num_drafts, len(judgement.best)) != (judge.step_id, judge.num_drafts, wanted):
         return f"judgement of {len(judgement.best)} drafts of step {judgement.step_id}, asked were {wanted} of {judge.step_id}"
@@ -108,7 +109,12 @@ def find_fault_of_judgement(judgement: Judgement, judge: Judge, vocab_size: int)
             return f"judgement with a {name} that is not finite or below 0"
     if not ((confidences >= 0) & (confidences <= 1)).all():
         return "judgement with a confidence outside 0 to 1"
-    return None
+    if judgement.routing is None:
+        return "judgement without routing margins, from a drafter with a router" if has_router else None
+    if not has_router:
+        return "judgement with routing margins, from a drafter without a router"
+    wrong = [one for one in judgement.routing.tolist() if not 0 <= one < math.inf]
+    return f"judgement with a routing margin of {wrong[0]:g}, expected a finite number, 0 or more" if wrong else None
 
 
 def _first(values: Sequence[float], wrong: Sequence[bool], num_drafts: int) -> str:

@@ -92,6 +92,11 @@ class LastDrafts:
     places: dict[int, int] = field(default_factory=dict)  # by batch row: its entry of the STEP
     connection: Connection | None = None  # that the STEP went over
 
+    @property
+    def has_router(self) -> bool | None:
+        """Whether the drafter has a router; None where its worker is too old to say."""
+        return None if self.connection is None else self.connection.welcome.has_router
+
 
 _NEED_DRAFT: Final = int(
     EntryFlag.NEED_DRAFT
@@ -333,7 +338,8 @@ class RemoteRound:
             why = str(error)
             self._client.drop(connection, why)
         else:
-            why = find_fault_of_judgement(judgement, judge, self._shape.vocab_size)
+            has_router = bool(connection.welcome.has_router)
+            why = find_fault_of_judgement(judgement, judge, self._shape.vocab_size, has_router=has_router)
             if why is None:
                 return JudgedChains.of(judgement)
             self.last_bad_reply = why

@@ -40,6 +40,6 @@ class ModelShape:
             num_drafts=self.num_drafts,
             slots=self.slots,
             vocab_size=self.vocab_size,
-            flags=(HelloFlag.MARGINS if want_margin else HelloFlag(0))
+            flags=(HelloFlag.MARGINS | HelloFlag.ROUTING if want_margin else HelloFlag(0))
             | (HelloFlag.SAMPLED if self.support else HelloFlag(0)),
         )

@@ -12,7 +12,7 @@ from farspark.errors import ConfigError
 from farspark.mock.arrays import array
 from farspark.wire import codec, layout
 from farspark.wire.layout import FrameStatus, Operation, StepFlag
-from farspark.wire.messages import EntryReply, SampledDrafts, StepReply
+from farspark.wire.messages import EntryReply, Judgement, SampledDrafts, StepReply
 
 _LENGTH = struct.Struct("<I")
 
@@ -55,6 +55,8 @@ KINDS: Final = (
     Kind("unsampled", "", "the drafts that were drawn are said to be greedy"),
     Kind("undrawn", "", "the first sampled draft is the least probable id of its support"),
     Kind("no-probabilities", "", "a sampled answer without its probabilities"),
+    Kind("routing", "VALUE", "the first routing margin of a judgement is VALUE: nan, below 0, or inf", "nan"),
+    Kind("no-routing", "", "a judgement without its routing margins"),
 )
 _KINDS = {kind.name: kind for kind in KINDS}
 # These spoil what only the answer to a STEP has.
@@ -64,6 +66,7 @@ STEP_ONLY = frozenset(
         *("q", "support", "unsampled", "undrawn", "no-probabilities"),
     )
 )
+JUDGE_ONLY = frozenset(("routing", "no-routing"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class Fault:
 
 
 def _argument(text: str, name: str, argument: str, vocab_size: int) -> float:
-    if name in ("confidence", "q"):
+    if name in ("confidence", "q", "routing"):
         try:
             value = float(argument)
             # As the wire holds it; a finite number that float32 does not reach is an OverflowError.
@@ -141,6 +144,11 @@ def spoiled(fault: Fault, frame: memoryview) -> bytes:
             header = header._replace(
                 operation=Operation.PING if header.operation != Operation.PING else Operation.STATS
             )
+        case "routing" | "no-routing":
+            if header.operation != Operation.JUDGE or header.status != FrameStatus.OK:
+                return bytes(frame)
+            judgement = _spoiled_judgement(fault, codec.decode_judgement(payload))
+            return codec.encode_frame(header, codec.encode_judgement(judgement))
         case _:
             if header.operation != Operation.STEP or header.status != FrameStatus.OK:
                 return bytes(frame)  # a refusal has nothing that could be spoiled so
@@ -197,6 +205,13 @@ def _spoiled_draw(fault: Fault, number: int, reply: StepReply, sampled: SampledD
         case "undrawn":
             return reply._replace(tokens=_with_value(reply.tokens, "i", draft, sampled.support[last]))
     return reply._replace(sampled=sampled._replace(support=_with_value(sampled.support, "i", last, number)))
+
+
+def _spoiled_judgement(fault: Fault, judgement: Judgement) -> Judgement:
+    if judgement.routing is None:
+        return judgement
+    routing = _with_first(judgement.routing, "f", fault.number) if fault.kind == "routing" else None
+    return judgement._replace(routing=routing)
 
 
 def _resized(reply: StepReply, entries: Sequence[EntryReply], num_drafts: int) -> StepReply:

@@ -58,7 +58,10 @@ class _Link:
 
 
 class MockWorker:
-    """Listens from construction to `stop`; `with` stops it. `fault` hits the answers to `operation`, every `every`-th of them."""
+    """Listens from construction to `stop`; `with` stops it. `fault` hits the answers to `operation`, every `every`-th of them.
+
+    `routing_margin`: as in `MockDrafter`.
+    """
 
     def __init__(
         self,
@@ -71,6 +74,7 @@ class MockWorker:
         any_identity: bool = False,
         max_rows: int = 4096,
         token: bytes | None = None,
+        routing_margin: float = 0.0,
     ) -> None:
         self._fault = fault
         self._every = every
@@ -88,7 +92,7 @@ class MockWorker:
         )
         self._token = token
         self._max_frame_bytes = config.frame_bytes(info.row_bytes)
-        self._server = Server(MockDrafter(info), config)
+        self._server = Server(MockDrafter(info, routing_margin), config)
         try:
             self._listener = _listening(endpoint)
         except BaseException:

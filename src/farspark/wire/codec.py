@@ -19,6 +19,7 @@ from farspark.wire.layout import (
     FrameStatus,
     HeaderFlag,
     HelloFlag,
+    JudgementFlag,
     Operation,
     RequestStatus,
     StepFlag,
@@ -50,6 +51,10 @@ _REQUEST_STATUSES = {int(status): status for status in RequestStatus}
 # Plain integers, as in `messages`: what is known of the flags of a header, of an entry and of a step.
 _HEADER_FLAGS, _ENTRY_FLAGS, _STEP_FLAGS = 0b11, 0b111, 0b11
 _MARGINS, _SAMPLED = int(StepFlag.MARGINS), int(StepFlag.SAMPLED)
+_ROUTING = int(JudgementFlag.ROUTING)
+# ROUTER is the worker's to say, so it is nothing in a HELLO.
+_WANTED = int(HelloFlag.MARGINS | HelloFlag.SAMPLED | HelloFlag.ROUTING)
+_GRANTED = _WANTED | int(HelloFlag.ROUTER)
 _STEP, _REPLY, _OK = int(Operation.STEP), int(HeaderFlag.REPLY), int(FrameStatus.OK)
 
 
@@ -150,7 +155,7 @@ def decode_hello(payload: memoryview) -> Hello:
         num_drafts=num_drafts,
         slots=slots,
         vocab_size=vocab,
-        flags=HelloFlag(flags & int(HelloFlag.MARGINS | HelloFlag.SAMPLED)),
+        flags=HelloFlag(flags & _WANTED),
         instance=instance,
     )
 
@@ -194,7 +199,7 @@ def decode_welcome(payload: memoryview) -> Welcome:
         slots=slots,
         max_rows=max_rows,
         num_drafts=num_drafts,
-        flags=HelloFlag(flags & int(HelloFlag.MARGINS | HelloFlag.SAMPLED)),
+        flags=HelloFlag(flags & _GRANTED),
         message=message,
         lease_s=lease_tenths / 10,
     )
@@ -459,22 +464,35 @@ def decode_judge(payload: memoryview) -> Judge:
 
 
 def encode_judgement(judgement: Judgement) -> bytes:
-    """Raises ValueError where the arrays are not `chains * N` elements each."""
-    step_id, num_drafts, best, gaps, peaks, confidences = judgement
-    n_chains = len(best) // num_drafts if num_drafts else 0
-    head = layout.JUDGE_REPLY.pack(step_id, n_chains, num_drafts, 0)
+    """Raises ValueError where the arrays are not `chains * N` elements each, routing margins `chains`."""
+    step_id, num_drafts, best, gaps, peaks, confidences, routing = judgement
+    n_chains = len(routing) if routing is not None else len(best) // num_drafts if num_drafts else 0
+    head = layout.JUDGE_REPLY.pack(step_id, n_chains, num_drafts, 0 if routing is None else _ROUTING)
     floats = [_array(one, "f", n_chains * num_drafts) for one in (gaps, peaks, confidences)]
+    if routing is not None:
+        floats.append(_array(routing, "f", n_chains))
     return b"".join([head, _array(best, "i", n_chains * num_drafts), *floats])
 
 
 def decode_judgement(payload: memoryview) -> Judgement:
     """Arrays are views into `payload`. Values are not judged here, only lengths."""
-    step_id, n_chains, num_drafts, _ = _fixed(layout.JUDGE_REPLY, payload, "JUDGE reply")
+    step_id, n_chains, num_drafts, flags = _fixed(layout.JUDGE_REPLY, payload, "JUDGE reply")
     size = 4 * n_chains * num_drafts
     start = layout.JUDGE_REPLY.size
-    _exactly(payload, start + 4 * size, f"JUDGE reply of {n_chains} chains of {num_drafts}")
+    end = start + 4 * size
+    says_routing = bool(flags & _ROUTING)
+    what = f"JUDGE reply of {n_chains} chains of {num_drafts}{' with routing margins' if says_routing else ''}"
+    _exactly(payload, end + 4 * n_chains if says_routing else end, what)
     best, gaps, peaks, confidences = (payload[start + i * size : start + (i + 1) * size] for i in range(4))
-    return Judgement(step_id, num_drafts, best.cast("i"), gaps.cast("f"), peaks.cast("f"), confidences.cast("f"))
+    return Judgement(
+        step_id,
+        num_drafts,
+        best.cast("i"),
+        gaps.cast("f"),
+        peaks.cast("f"),
+        confidences.cast("f"),
+        payload[end:].cast("f") if says_routing else None,
+    )
 
 
 def encode_challenge(nonce: bytes) -> bytes:

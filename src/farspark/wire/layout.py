@@ -82,11 +82,17 @@ class RequestStatus(enum.IntEnum):
 class HelloFlag(enum.IntFlag):
     MARGINS = 1
     SAMPLED = 2
+    ROUTING = 4  # judgements say how close the choices of experts were; not granted: this peer is too old to know
+    ROUTER = 8  # in a welcome that grants ROUTING: the drafter has a router, hence routing margins
 
 
 class StepFlag(enum.IntFlag):
     MARGINS = 1
     SAMPLED = 2
+
+
+class JudgementFlag(enum.IntFlag):
+    ROUTING = 1
 
 
 class EntryFlag(enum.IntFlag):
@@ -124,7 +130,7 @@ FREE: Final = struct.Struct("<I")
 FREE_ENTRY: Final = struct.Struct("<II")
 # step id, chains, N, reserved; then each chain's place among the step's entries, then the chains
 JUDGE: Final = struct.Struct("<QHHI")
-# step id, chains, N, reserved; then best ids, gaps, peaks and confidences
+# step id, chains, N, flags; then best ids, gaps, peaks and confidences, and where flagged routing margins
 JUDGE_REPLY: Final = struct.Struct("<QHHI")
 # the engine's nonce
 CHALLENGE: Final = struct.Struct("<32s")

@@ -88,6 +88,11 @@ class Welcome:
     message: str = ""
     lease_s: float = 0.0  # in tenths; a session that is silent for longer ends; 0: none does
 
+    @property
+    def has_router(self) -> bool | None:
+        """Whether the drafter chooses experts by a router; None where the peer is too old to say."""
+        return bool(self.flags & HelloFlag.ROUTER) if self.flags & HelloFlag.ROUTING else None
+
 
 class Entry(NamedTuple):
     """One request of a STEP."""
@@ -181,7 +186,7 @@ class Judge(NamedTuple):
 class Judgement(NamedTuple):
     """What the drafter thinks of given chains: at each position its logits L with the chain's own tokens in front of it.
 
-    Arrays are flat, `[chains * N]`, row-major.
+    Arrays but the last are flat, `[chains * N]`, row-major.
     """
 
     step_id: int
@@ -190,6 +195,7 @@ class Judgement(NamedTuple):
     gaps: memoryview[Any]  # float32, max L - L[the chain's token]
     peaks: memoryview[Any]  # float32, max |L|
     confidences: memoryview[Any]  # float32
+    routing: memoryview[Any] | None = None  # float32 [chains], the smallest routing margin of the chain's draft
 
 
 @dataclass(frozen=True, slots=True)

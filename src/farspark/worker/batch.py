@@ -56,13 +56,15 @@ make_draft_batch: Callable[[tuple[Any, ...]], DraftBatch] = functools.partial(tu
 class Judged(NamedTuple):
     """Given chains as the drafter sees them: at each position its logits L with the chain's own tokens in front of it.
 
-    `[chains * N]` each; zero past the positions that were drafted.
+    `[chains * N]` each but the last; zero past the positions that were drafted.
     """
 
     best: memoryview  # int32, the lowest id with the greatest logit
     gaps: memoryview  # float32, max L - L[the chain's token], 0 or more
     peaks: memoryview  # float32, max |L|
     confidences: memoryview  # float32
+    # float32 [chains], how close the closest choice of experts was while the chain's draft was made; None: no router
+    routing: memoryview | None = None
 
 
 Judging = Callable[[Sequence[int], memoryview], Judged]
@@ -112,6 +114,7 @@ class DrafterInfo:
     context_bytes: int  # memory of the context store
     weight_bytes: int = 0  # memory of the weights; 0 for a drafter without
     support: int = 0  # ids that a draft is drawn from at a temperature; 0: this drafter draws none
+    has_router: bool = False  # it chooses experts, so what it judges has routing margins
 
 
 class Drafter(Protocol):

@@ -34,7 +34,7 @@ from farspark.worker.batch import (
 )
 from farspark.worker.checkpoint import DrafterConfig, LoadedCheckpoint, load_checkpoint, no_progress
 from farspark.worker.checkpoint.load import FilePath
-from farspark.worker.context import SMALLER_CONTEXT, ContextShape, ContextStore
+from farspark.worker.context import SMALLER_CONTEXT, ContextShape, ContextStore, ContextView
 from farspark.worker.device import DeviceWork, open_device, work_on
 from farspark.worker.graphs import DeviceCalls
 from farspark.worker.memory import HEADROOM_BYTES, require_memory
@@ -102,6 +102,15 @@ class _Block(NamedTuple):
         """The requests `rows` int64 [C] alone."""
         state = None if self.state is None else self.state[rows]
         return _Block(self.hidden[rows], self.base[rows], self.anchor_tokens[rows], state)
+
+
+class _Asked(NamedTuple):
+    """A draft's requests, and the sizes that it is rounded up to."""
+
+    numbers: npt.NDArray[np.int64]  # [_PLAIN or _SAMPLED, requests]
+    size: int  # B
+    visible: int
+    steps: int
 
 
 class _Sampling(NamedTuple):
@@ -211,7 +220,8 @@ class DSparkDrafter:
                 progress("warming up", done := done + 1, total)
             for batch, context, steps in sizes:
                 for want_margins, numbers in kinds:
-                    packed, _ = self._run(np.zeros((numbers, 0), np.int64), batch, context, steps, want_margins)
+                    nothing = _Asked(np.zeros((numbers, 0), np.int64), batch, context, steps)
+                    packed, _ = self._run(nothing, want_margins)
                     packed.cpu()
                 progress("warming up", done := done + 1, total)
 
@@ -225,24 +235,42 @@ class DSparkDrafter:
         with torch.inference_mode():
             self._append(batch)
             if wanted:
-                packed, block = self._draft([entries[index] for index in wanted], batch.want_margins, is_sampled)
-                self._fill(entries, wanted, packed, answer)
+                asked = self._ask([entries[index] for index in wanted], is_sampled)
+                packed, block = self._run(asked, batch.want_margins or is_sampled)
+                self._fill(entries, wanted, packed.cpu().numpy(), answer)
                 if batch.want_margins:
                     # The next step may overwrite the block.
                     block = block.of(torch.arange(len(wanted), device=self._device))
-                    judge = self._judging(block, {index: row for row, index in enumerate(wanted)})
+                    judge = self._judging(asked, block, {index: row for row, index in enumerate(wanted)})
         return answer.result(judge)
 
-    def _judging(self, block: _Block, rows: dict[int, int]) -> Judging:
+    def _judging(self, asked: _Asked, block: _Block, rows: dict[int, int]) -> Judging:
         """`rows`: the row of `block` of each entry that was drafted for."""
         num_drafts = self._info.num_drafts
 
         def judge(entries: Sequence[int], tokens: memoryview) -> Judged:
             chains = torch.frombuffer(bytearray(tokens), dtype=torch.int32).view(-1, num_drafts)
+            chosen = [rows[entry] for entry in entries]
             with torch.inference_mode():
-                return self._judge(block, [rows[entry] for entry in entries], chains)
+                return self._judge(block, chosen, chains)._replace(routing=self._routing_margins(asked, chosen))
 
         return judge
+
+    def _routing_margins(self, asked: _Asked, rows: Sequence[int]) -> memoryview | None:
+        """float32 [C]: how close the choices of experts were for `rows` of a draft that has been made; None without a router.
+
+        The block runs once more, in the draft's own shape and over the same context, so a draft that nobody asks about pays
+        nothing for it.
+        """
+        margins_of = self._model.routing_margins
+        if margins_of is None:
+            return None
+        requests = np.zeros((_PLAIN, asked.size), np.int64)
+        requests[:, : asked.numbers.shape[1]] = asked.numbers[:_PLAIN]
+        slots, anchors, visible_from, anchor_tokens = torch.from_numpy(requests).to(self._device).unbind()
+        margins = margins_of(*self._block_of(slots, anchors, visible_from, anchor_tokens, asked.visible))
+        chosen: npt.NDArray[np.float32] = margins.clamp_(max=_GREATEST).cpu().numpy()[list(rows)]
+        return chosen.data
 
     def _judge(self, block: _Block, rows: Sequence[int], chains: Tensor) -> Judged:
         """Teacher-force int32 `chains` [C, N] through the rows of `block`.
@@ -362,10 +390,7 @@ class DSparkDrafter:
         taps = taps.to(self._model.arithmetic.carrier)
         self._store.write(where[1], self._model.project_context(taps, where[0]))
 
-    def _draft(
-        self, entries: Sequence[DraftEntry], want_margins: bool, is_sampled: bool
-    ) -> tuple[npt.NDArray[np.int32], _Block]:
-        """The packed answer of `_forward`, on the host, for `entries` only, and what it was made of."""
+    def _ask(self, entries: Sequence[DraftEntry], is_sampled: bool) -> _Asked:
         numbers = np.zeros((_SAMPLED if is_sampled else _PLAIN, len(entries)), np.int64)
         visible = 0
         for index, entry in enumerate(entries):
@@ -377,15 +402,11 @@ class DSparkDrafter:
             numbers[_PLAIN + 1] = np.array([entry.temperature for entry in entries], np.float32).view(np.int32)
         steps = fitting(self._shapes.steps, max(min(entry.n_out, self._info.num_drafts) for entry in entries))
         context = fitting(self._shapes.contexts, visible)
-        size = fitting(self._shapes.batches, len(entries))
-        packed, block = self._run(numbers, size, context, steps, want_margins or is_sampled)
-        answer: npt.NDArray[np.int32] = packed.cpu().numpy()
-        return answer[: len(entries)], block
+        return _Asked(numbers, fitting(self._shapes.batches, len(entries)), context, steps)
 
-    def _run(
-        self, numbers: npt.NDArray[np.int64], size: int, visible: int, steps: int, want_margins: bool
-    ) -> tuple[Tensor, _Block]:
-        """`_forward` of `numbers` [_PLAIN or _SAMPLED, up to size], from the host."""
+    def _run(self, asked: _Asked, want_margins: bool) -> tuple[Tensor, _Block]:
+        """`_forward` of what the host asks."""
+        numbers, size, visible, steps = asked
         rows = len(numbers)
         key = size, visible, steps, want_margins, rows
         (staged,) = self._calls.staging(key, lambda: [torch.zeros((rows, size), dtype=torch.int64)])
@@ -403,14 +424,8 @@ class DSparkDrafter:
         tokens are drawn SUPPORT planes of ids and SUPPORT of q (the bits of a float32).
         """
         slots, anchors, visible_from, anchor_tokens, *drawing = requests.unbind()
-        length = len(self._block)
-        view = self._store.view(slots, anchors, visible_from, visible, length)
-        tokens = torch.full((len(slots), length), self._mask_token_id, dtype=torch.int64, device=self._device)
-        tokens[:, 0] = anchor_tokens
-        # Past the end vLLM keeps every position at the last one; those drafts are never used.
-        positions = (anchors.unsqueeze(1) + self._block).clamp_(max=self._info.max_position - 1)
         model, first = self._model, self._skipped
-        hidden = model.block(tokens, positions, view)
+        hidden = model.block(*self._block_of(slots, anchors, visible_from, anchor_tokens, visible))
         state = None
         if model.markov is not None:
             state = model.markov.start(model.markov.embed(anchor_tokens), hidden[:, :first])
@@ -452,6 +467,17 @@ class DSparkDrafter:
             drawn_from = torch.stack(probabilities, dim=2).view(torch.int32)
             packed = torch.cat((packed, torch.stack(supports, dim=2).int(), drawn_from), dim=1)
         return packed, block
+
+    def _block_of(
+        self, slots: Tensor, anchors: Tensor, visible_from: Tensor, anchor_tokens: Tensor, visible: int
+    ) -> tuple[Tensor, Tensor, ContextView]:
+        """What a model's block is given for int64 [B] each: tokens and positions int64 [B, Q], and what it attends to."""
+        length = len(self._block)
+        tokens = torch.full((len(slots), length), self._mask_token_id, dtype=torch.int64, device=self._device)
+        tokens[:, 0] = anchor_tokens
+        # Past the end vLLM keeps every position at the last one; those drafts are never used.
+        positions = (anchors.unsqueeze(1) + self._block).clamp_(max=self._info.max_position - 1)
+        return tokens, positions, self._store.view(slots, anchors, visible_from, visible, length)
 
     def _fill(
         self,
@@ -582,6 +608,7 @@ def assemble(
         weight_bytes=model.weight_bytes,
         # Of a smaller drafted vocabulary there are not as many ids to draw from as a reply has places for.
         support=SUPPORT if drafted >= SUPPORT else 0,
+        has_router=model.routing_margins is not None,
     )
     return DSparkDrafter(model, store, info, config, shapes or Shapes.of(device, slots, context, count), work.calls)
 

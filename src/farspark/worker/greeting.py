@@ -54,6 +54,7 @@ def make_welcome(
     info: DrafterInfo, hello: Hello, message: str, *, worker: str, max_rows: int, lease_s: float
 ) -> Welcome:
     """The answer to a HELLO, granted or not. `message`: as `judge_hello` says it."""
+    says_router = info.has_router and bool(hello.flags & HelloFlag.ROUTING)
     return Welcome(
         worker=worker,
         kind=info.kind,
@@ -65,7 +66,7 @@ def make_welcome(
         slots=info.slots,
         max_rows=max_rows,
         num_drafts=info.num_drafts,
-        flags=hello.flags,
+        flags=hello.flags | HelloFlag.ROUTER if says_router else hello.flags,
         message=message,
         lease_s=lease_s,
     )

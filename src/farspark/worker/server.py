@@ -72,6 +72,7 @@ class _Connection:
     engine: str = ""
     instance: int = 0  # the engine process that said HELLO here
     samples: bool = False  # sampled drafts were granted
+    says_routing: bool = False  # routing margins in judgements were granted
 
 
 class _Begun(NamedTuple):
@@ -650,6 +651,8 @@ class Server:
             self._note_failure(error)
             return _refusal(FrameStatus.INTERNAL, f"the drafter failed: {type(error).__name__}: {error}")
         self._count("chains_judged", len(judge.places))
+        if not connection.says_routing:
+            judgement = judgement._replace(routing=None)
         return _Reply(FrameStatus.OK, codec.encode_judgement(judgement))
 
     def _note_failure(self, error: Exception) -> None:
@@ -704,6 +707,7 @@ class Server:
         connection.engine = hello.engine
         connection.instance = hello.instance
         connection.samples = bool(hello.flags & HelloFlag.SAMPLED)
+        connection.says_routing = bool(hello.flags & HelloFlag.ROUTING)
         self._count("sessions")
 
     def _supersede(self, connection: _Connection, instance: int) -> None:

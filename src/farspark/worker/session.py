@@ -103,6 +103,7 @@ class _Judgeable(NamedTuple):
 
     step_id: int
     drafted: dict[int, int]  # entry of the step -> entry of the batch, of those with drafts
+    places: dict[int, int]  # slot -> entry of the step, of the same
     judging: Judging
 
 
@@ -201,7 +202,8 @@ class Session:
             drafted = {
                 place: index for index, place in enumerate(places) if drafts[index].need_draft and result.ok[index]
             }
-            self._judgeable = _Judgeable(step.step_id, drafted, result.judge)
+            slots = {replies[place].slot: place for place in drafted}
+            self._judgeable = _Judgeable(step.step_id, drafted, slots, result.judge)
         margins: memoryview | None = None
         if result is not None and len(drafts) == len(replies):
             tokens, confidences, margins = result.tokens, result.confidences, result.margins
@@ -262,6 +264,9 @@ class Session:
             if held is not None and one.generation >= held.generation:
                 del self._held[one.slot]
                 self._pool.give_back(held.drafter_slot)
+                # The drafter may look at the slot again to judge, and from here on it may be another's.
+                if self._judgeable is not None and one.slot in self._judgeable.places:
+                    self._judgeable.drafted.pop(self._judgeable.places[one.slot], None)
 
     def close(self) -> None:
         """Give every slot back. Idempotent."""

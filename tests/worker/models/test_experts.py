@@ -64,9 +64,37 @@ def test_the_routing_is_that_of_the_formulas(version: str) -> None:
     routing = router(x)
     for row in range(6):
         wanted = plain.chosen_experts(x[row], 1)
+        assert router.margins(x)[row] == pytest.approx(plain.margins[-1], abs=1e-5)
         found = dict(zip(routing.experts[row].tolist(), routing.weights[row].tolist(), strict=True))
         assert found.keys() == wanted.keys()
         assert found == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_margin_is_between_the_last_chosen_and_the_first_not_chosen_biased_score() -> None:
+    weight = torch.zeros(4, 2)
+    weight[:, 0] = torch.tensor([3.0, 2.0, 1.0, 0.0])
+    scores = [math.sqrt(math.log1p(math.exp(value))) for value in (3, 2, 1, 0)]
+    x = torch.tensor([[1.0, 0.0]])
+    for bias, last, next_one in (
+        ([0.0, 0.0, 0.0, 0.0], scores[1], scores[2]),
+        # The order is 3, 1, 2, 0, by the bias.
+        ([-9.0, 0.0, 0.0, 9.0], scores[1], scores[2]),
+        # Below 0: 0, then 1; 2 and 3 are further down.
+        ([-2.0, -2.0, -5.0, -5.0], scores[1] - 2, scores[2] - 5),
+    ):
+        found = Router(weight, torch.tensor(bias), 2, 1.0).margins(x)
+        assert found.dtype == torch.float32
+        assert found.tolist() == pytest.approx([(last - next_one) / abs(last)])
+
+
+def test_equal_scores_have_no_margin_and_a_choice_of_all_has_the_greatest() -> None:
+    x, weight = make(5, 64, seed=6), make(4, 64, seed=3) / 8
+    weight[2] = weight[0]
+    alike = Router(weight, torch.tensor([1.0, 5.0, 1.0, -9.0]), 2, 1.0)
+    assert alike.margins(x).tolist() == pytest.approx([0.0] * 5, abs=1e-6)
+    nothing = Router(torch.zeros(4, 64), torch.full((4,), -math.sqrt(math.log(2))), 2, 1.0)
+    assert nothing.margins(x).tolist() == [0.0] * 5, "scores of 0 are equal, too"
+    assert Router(weight, torch.zeros(4), 4, 1.0).margins(x).tolist() == [math.inf] * 5
 
 
 # Experts --------------------------------------------------------------------------------------------------------------

@@ -529,7 +529,8 @@ class RemoteDrafter:
             ours,
             theirs,
             # Without margins the worker keeps nothing to judge by.
-            judge=None if margins is None else lambda different: judge(rows[different].tolist(), ours[different]),
+            judge=None if margins is None else lambda asked: judge(rows[asked].tolist(), ours[asked]),
+            has_router=last.has_router,
             margins=None if margins is None else margins[:n][ok],
             local_confidences=None if local_confidences is None else local_confidences.float().cpu().numpy()[ok],
             remote_confidences=self._result.confidences[:n][ok],

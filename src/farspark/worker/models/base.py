@@ -214,6 +214,15 @@ class DraftModel(Protocol):
         ...
 
     @property
+    def routing_margins(self) -> Callable[[Tensor, Tensor, BlockContext], Tensor] | None:
+        """Of what `block` is given: float32 [B], how close a block's closest choice of experts was; None: there is no router.
+
+        The margin of a choice is that of the scores it is made by, bias included: (s_k - s_k+1) / |s_k| with s_k the last chosen
+        expert's and s_k+1 the first not chosen one's. A block's is the smallest over all layers and positions.
+        """
+        ...
+
+    @property
     def weight_bytes(self) -> int:
         """Memory of the weights as held."""
         ...

@@ -148,6 +148,17 @@ class DeepseekV4:
     def block(self, tokens: Tensor, positions: Tensor, context: BlockContext) -> Tensor:
         """The last stream's collapse, in front of the norm: the confidence reads it so, the logits norm it."""
         config, arithmetic = self._config, self.arithmetic
+        return self._through_stages(tokens, positions, context)
+
+    def routing_margins(self, tokens: Tensor, positions: Tensor, context: BlockContext) -> Tensor:
+        margins: list[Tensor] = []
+        self._through_stages(tokens, positions, context, margins)
+        return torch.stack(margins).amin(dim=0).view_as(tokens).amin(dim=-1)
+
+    def _through_stages(
+        self, tokens: Tensor, positions: Tensor, context: BlockContext, margins: list[Tensor] | None = None
+    ) -> Tensor:
+        """`block`; takes note in `margins` of each stage's, [B * Q]."""
         rotation = self._rotation(positions)
         stream = F.embedding(tokens, self._embedding).unsqueeze(-2).expand(-1, -1, config.hc_mult, -1)
         before = torch.zeros((*tokens.shape, config.hc_mult), dtype=torch.float32, device=tokens.device)
@@ -158,6 +169,8 @@ class DeepseekV4:
                 x = arithmetic.collapse(stream, before if config.is_v41 else mixes.pre, norm, config.rms_norm_eps)
                 is_attention = mixes_of is stage.attention_mixes
                 output = self._attend(index, x, rotation, context) if is_attention else self._mix_experts(stage, x)
+                if margins is not None and not is_attention:
+                    margins.append(stage.router.margins(x.flatten(0, 1)))
                 stream = arithmetic.spread(output, stream, mixes)
                 before = mixes.pre
         return arithmetic.collapse(stream, before if self._head_mix is None else self._head_mix(stream))

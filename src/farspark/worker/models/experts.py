@@ -32,9 +32,24 @@ class Router:
     per_token: int
     scaling: float
 
+    def _scores(self, x: Tensor) -> Tensor:
+        """float32 [T, experts]"""
+        return F.softplus(F.linear(x.float(), self.weight)).sqrt()
+
+    def margins(self, x: Tensor) -> Tensor:
+        """float32 [T]: how far the last chosen expert's biased score is above the first not chosen one's, in shares of it.
+
+        inf where every expert is chosen.
+        """
+        if self.per_token == len(self.bias):
+            return x.new_full((len(x),), torch.inf, dtype=torch.float32)
+        last, next_one = (self._scores(x) + self.bias).topk(self.per_token + 1, dim=-1).values[:, -2:].unbind(-1)
+        # A score may be 0 or below, by its bias; equal ones are a tie, whatever they are.
+        return ((last - next_one) / last.abs()).masked_fill(last == next_one, 0.0)
+
     def __call__(self, x: Tensor) -> Routing:
         """[T, D] -> the k experts with the greatest biased scores."""
-        scores = F.softplus(F.linear(x.float(), self.weight)).sqrt()
+        scores = self._scores(x)
         experts = (scores + self.bias).topk(self.per_token, dim=-1).indices
         chosen = scores.gather(-1, experts)
         return Routing(experts, chosen / (chosen.sum(dim=-1, keepdim=True) + ROUTING_EPS) * self.scaling)

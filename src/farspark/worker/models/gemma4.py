@@ -38,6 +38,7 @@ class Gemma4DSpark:
     """A `DraftModel`. Takes its weights out of `tensors`, in the carrier dtype, so that what is merged is not held twice."""
 
     to_target = None
+    routing_margins = None
 
     def __init__(
         self,

@@ -28,6 +28,8 @@ from farspark.worker.models.dense import (
 class Qwen3DSpark:
     """A `DraftModel`. Takes its weights out of `tensors`, in the carrier dtype, so that what is merged is not held twice."""
 
+    routing_margins = None
+
     def __init__(
         self,
         config: Qwen3DSparkConfig,
