@@ -49,8 +49,10 @@ static void serve(int say, char *memory, size_t out, size_t back)
     if (write(say, &address, sizeof address) != sizeof address)
         exit(1);
     check(ucxchannel_accept(listener, UCXCHANNEL_NEVER, UCXCHANNEL_NEVER, &channel));
-    while (ucxchannel_receive(channel, memory, out, SPIN_NS, UCXCHANNEL_NEVER, &bytes) == UCXCHANNEL_OK)
+    while (ucxchannel_receive(channel, SPIN_NS, UCXCHANNEL_NEVER, &bytes) == UCXCHANNEL_OK) {
+        ucxchannel_take(channel, memory);
         check(ucxchannel_send(channel, &reply, 1, UCXCHANNEL_NEVER));
+    }
 }
 
 static int by_size(const void *one, const void *other)
@@ -76,7 +78,8 @@ static double ask(int listen, char *memory, size_t out, size_t back, size_t roun
     check(ucxchannel_connect(context, &address, NULL, UCXCHANNEL_NEVER, &channel));
     for (size_t round = 0; round < rounds + WARM_UP; round++) {
         int64_t began_ns = now_ns();
-        check(ucxchannel_exchange(channel, pieces, 2, memory, back, SPIN_NS, UCXCHANNEL_NEVER, &is_sent, &bytes));
+        check(ucxchannel_exchange(channel, pieces, 2, SPIN_NS, UCXCHANNEL_NEVER, &is_sent, &bytes));
+        ucxchannel_take(channel, memory);
         if (round >= WARM_UP)
             took_ns[round - WARM_UP] = now_ns() - began_ns;
     }

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from farspark.errors import ConfigError, TransportError
 from farspark.native.round_calls import load_round_calls
 from farspark.native.ucx import load_ucx
 from farspark.transport import Channel, connect, exchange, listen, ucx
-from farspark.transport.ucx import UcxChannel, _Held
+from farspark.transport.ucx import _SMALL_BYTES, UcxChannel, _Held
 
 pytestmark = needs_ucx
 load_round_calls()
@@ -256,16 +256,53 @@ def test_a_frame_whose_pieces_are_no_buffers_sends_nothing() -> None:
         assert bytes(theirs.recv(soon())) == b"fine"
 
 
-def test_memory_is_reused_once_a_frame_is_let_go_and_not_before() -> None:
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_the_memory_of_a_large_frame_is_used_again_once_it_is_let_go_and_not_before(
+    is_quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_quick:
+        monkeypatch.setattr(ucx, "ready_round_calls", lambda: None)
     with ends() as (ours, theirs):
-        for _ in range(2):
-            ours.send([b"one"], soon())
-        first, second = theirs.recv(soon()), theirs.recv(soon())
-        assert first.obj is not second.obj
+
+        def carry(byte: bytes, length: int) -> memoryview:
+            sending = Elsewhere(lambda: ours.send([byte * length], soon()))
+            frame = theirs.recv(soon())
+            sending.result()
+            return frame
+
+        first, second = carry(b"1", 100_000), carry(b"2", 100_000)
+        assert bytes(first) == b"1" * 100_000
+        assert bytes(second) == b"2" * 100_000
         held = second.obj
         del first, second
-        ours.send([b"three"], soon())
-        assert theirs.recv(soon()).obj is held
+        third = carry(b"3", 99_000)
+        assert third.obj is held
+        assert bytes(third) == b"3" * 99_000
+        # A part of it is a look, too.
+        part = third[:1]
+        del third
+        assert carry(b"4", 99_000).obj is not held
+        assert bytes(part) == b"3"
+        del part, held
+        # Too large to be kept.
+        assert carry(b"5", 5 << 20).obj is not carry(b"6", 5 << 20).obj
+        assert len(theirs._memory) < 5 << 20
+
+
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_every_small_frame_has_memory_of_its_own_that_can_be_written(
+    is_quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_quick:
+        monkeypatch.setattr(ucx, "ready_round_calls", lambda: None)
+    with ends() as (ours, theirs):
+        sizes = (0, 1, 64, _SMALL_BYTES, _SMALL_BYTES + 1)
+        for size in sizes:
+            ours.send([b"a" * size], soon())
+        frames = [theirs.recv(soon()) for _ in sizes]
+        for frame in frames[1:]:
+            frame[0] = ord("b")
+        assert [bytes(frame) for frame in frames] == [b"", *(b"b" + b"a" * (size - 1) for size in sizes[1:])]
 
 
 def test_an_idle_channel_costs_no_processor_time() -> None:
@@ -276,6 +313,37 @@ def test_an_idle_channel_costs_no_processor_time() -> None:
         assert time.process_time() - before < 0.2
         with pytest.raises(TimeoutError):
             waiting.result()
+
+
+# What passes through each of the methods that wait, until it fails.
+WAITS: dict[str, Callable[[UcxChannel], object]] = {
+    "send": lambda channel: send_on(channel, bytes(LIMIT), soon()),
+    "recv": lambda channel: channel.recv(soon()),
+    "exchange": lambda channel: channel.exchange([b"hello"], soon()),
+    "recv_head": lambda channel: channel.recv_head(1, soon()),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_channel_that_is_closed_is_not_touched_any_more(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ends() as (ours, _):
+        ours.send([b"used before"], soon())
+        ours.close()
+        for call in ("_send", "_receive", "_exchange"):
+            monkeypatch.setattr(ours, call, lambda *_: pytest.fail("used after it was closed"))
+        with pytest.raises(TransportError, match=": closed"):
+            WAITS[name](ours)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_whoever_is_inside_a_channel_lets_go_of_it_when_it_is_closed(name: str) -> None:
+    with ends() as (ours, _):
+        waiting = Elsewhere(lambda: WAITS[name](ours))
+        time.sleep(0.1)
+        ours.close()
+        with pytest.raises(TransportError, match=": closed"):
+            waiting.result()
+        assert ours._is_retired
 
 
 def test_closing_does_not_wait_for_a_peer_that_never_looks() -> None:

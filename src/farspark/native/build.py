@@ -54,7 +54,7 @@ HOSTFLAG: Final = Library("hostflag", "the native helper", 1, "hostflag.h", ("ho
 UCXCHANNEL: Final = Library(
     "ucxchannel",
     "the UCX channel",
-    1,
+    2,
     "ucx_channel.h",
     ("ucx_channel.c",),
     # glibc's own interfaces (eventfd, ppoll) beside C11.
@@ -64,7 +64,7 @@ UCXCHANNEL: Final = Library(
 ROUNDCALLS: Final = Library(
     "roundcalls",
     "the quick calls of a round",
-    1,
+    2,
     "round_calls.h",
     ("round_calls.c", "step_calls.c"),
     other_headers=("ucx_channel.h",),

@@ -38,7 +38,7 @@ static int64_t now_ns(void)
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
-/* The memory of a frame's pieces, held where it is: nobody can free or resize it. */
+/* The memory of a frame's pieces, held where it is: nobody can free or resize it. Behind them is room for a ucxchannel_piece of each. */
 
 typedef struct holding {
     Py_ssize_t count;
@@ -60,7 +60,7 @@ static holding *hold(PyObject *pieces)
     holding *held;
     if (count < 0)
         return NULL;
-    held = PyMem_Malloc(sizeof *held + (size_t)count * sizeof held->pieces[0]);
+    held = PyMem_Malloc(sizeof *held + (size_t)count * (sizeof held->pieces[0] + sizeof(ucxchannel_piece)));
     if (held == NULL)
         return (holding *)PyErr_NoMemory();
     for (held->count = 0; held->count < count; held->count++) {
@@ -326,142 +326,191 @@ static PyObject *exchange_frames(PyObject *Py_UNUSED(self), PyObject *const *giv
     return result;
 }
 
+static int add_all(PyObject *to, PyMethodDef *functions, PyObject *self)
+{
+    for (PyMethodDef *each = functions; each->ml_name != NULL; each++) {
+        PyObject *function = PyCFunction_NewEx(each, self, NULL);
+        int failed = function == NULL || PyDict_SetItemString(to, each->ml_name, function) < 0;
+        Py_XDECREF(function);
+        if (failed)
+            return -1;
+    }
+    return 0;
+}
+
 /* Frames over UCX: the calls of ucx_channel, which another library has. */
 
 typedef int send_call(ucxchannel *, const ucxchannel_piece *, size_t, int64_t);
-typedef int receive_call(ucxchannel *, void *, size_t, int64_t, int64_t, size_t *);
-typedef int exchange_call(ucxchannel *, const ucxchannel_piece *, size_t, void *, size_t, int64_t, int64_t, int *, size_t *);
+typedef int receive_call(ucxchannel *, int64_t, int64_t, size_t *);
+typedef int exchange_call(ucxchannel *, const ucxchannel_piece *, size_t, int64_t, int64_t, int *, size_t *);
+typedef void take_call(ucxchannel *, void *);
 
-typedef struct ucx_round {
-    uintptr_t call; /* the address of one of the above */
+/* Of one channel; its three functions have a capsule of it as `self`. */
+typedef struct ucx_end {
+    send_call *send;
+    receive_call *receive;
+    exchange_call *exchange;
+    take_call *take;
     ucxchannel *channel;
-    PyObject *pieces; /* NULL: none are sent */
-    PyObject *memory; /* NULL: nothing is received */
-    size_t capacity;
     int64_t spin_ns;
-    int64_t until_ns;
-} ucx_round;
+} ucx_end;
 
-static void release_capsule(PyObject *capsule)
+/* Of a time in seconds. False with an exception. */
+static bool read_until(PyObject *at_s, int64_t *until_ns_p)
+{
+    const double until_ns = PyFloat_AsDouble(at_s) * 1e9;
+    *until_ns_p = until_ns < 0 ? 0 : until_ns < (double)ROUNDCALLS_NEVER ? (int64_t)until_ns : ROUNDCALLS_NEVER;
+    return PyErr_Occurred() == NULL;
+}
+
+static void free_end(PyObject *capsule)
+{
+    PyMem_Free(PyCapsule_GetPointer(capsule, NULL));
+}
+
+static void release_held(PyObject *capsule)
 {
     release(PyCapsule_GetPointer(capsule, NULL));
 }
 
-static int run(const ucx_round *of, const ucxchannel_piece *pieces, size_t count, void *into, int *is_sent_p, size_t *bytes_p)
+/* (status, whether the frame is out, bytes received, what keeps the pieces where they are: None unless UCX has not let go of them) */
+static PyObject *ucx_outcome(int status, int is_sent, size_t bytes, holding *held)
 {
-    if (of->memory == NULL)
-        return ((send_call *)of->call)(of->channel, pieces, count, of->until_ns);
-    if (of->pieces == NULL)
-        return ((receive_call *)of->call)(of->channel, into, of->capacity, of->spin_ns, of->until_ns, bytes_p);
-    return ((exchange_call *)of->call)(of->channel, pieces, count, into, of->capacity, of->spin_ns, of->until_ns, is_sent_p,
-                                       bytes_p);
-}
-
-/* (status, whether the frame is out, bytes received, what keeps the pieces where they are: None unless UCX has not let go) */
-static PyObject *run_round(const ucx_round *of)
-{
-    holding *held = NULL;
-    ucxchannel_piece *pieces = NULL;
-    Py_buffer into = {0};
-    PyObject *late, *result = NULL;
-    size_t count, bytes = 0;
-    int is_sent = 0, status;
-    if (of->pieces != NULL && (held = hold(of->pieces)) == NULL)
-        return NULL;
-    count = held == NULL ? 0 : (size_t)held->count;
-    if ((pieces = PyMem_Malloc((count + 1) * sizeof *pieces)) == NULL) {
-        PyErr_NoMemory();
-        goto free_all;
-    }
-    for (size_t index = 0; index < count; index++)
-        pieces[index] = (ucxchannel_piece){held->pieces[index].buf, (size_t)held->pieces[index].len};
-    if (of->memory != NULL) {
-        if (PyObject_GetBuffer(of->memory, &into, PyBUF_WRITABLE) < 0)
-            goto free_all;
-        if (of->capacity > (size_t)into.len) {
-            PyErr_SetString(PyExc_ValueError, "the memory has not that capacity");
-            goto free_all;
-        }
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = run(of, pieces, count, into.buf, &is_sent, &bytes);
-    Py_END_ALLOW_THREADS
+    PyObject *late;
     if (status == UCXCHANNEL_HELD) {
-        late = PyCapsule_New(held, NULL, release_capsule);
         /* Without a capsule the pieces stay where they are for good: UCX still reads them. */
-        held = NULL;
+        late = PyCapsule_New(held, NULL, release_held);
     } else {
+        release(held);
         late = Py_NewRef(Py_None);
     }
-    if (late != NULL)
-        result = Py_BuildValue("iOnN", status, is_sent ? Py_True : Py_False, (Py_ssize_t)bytes, late);
+    return late == NULL ? NULL : Py_BuildValue("iOnN", status, is_sent ? Py_True : Py_False, (Py_ssize_t)bytes, late);
+}
 
-free_all:
-    if (into.obj != NULL)
-        PyBuffer_Release(&into);
-    PyMem_Free(pieces);
+/* The frame that is there, in memory of its own. If there is no memory, it stays. */
+static PyObject *take_from(const ucx_end *end, size_t bytes)
+{
+    PyObject *memory = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)bytes);
+    PyObject *frame = memory == NULL ? NULL : PyMemoryView_FromObject(memory);
+    if (frame != NULL)
+        end->take(end->channel, PyByteArray_AsString(memory));
+    Py_XDECREF(memory);
+    return frame;
+}
+
+/* Where the pieces are, as the calls want it; it goes with them. */
+static const ucxchannel_piece *ucx_pieces(holding *held)
+{
+    ucxchannel_piece *places = (ucxchannel_piece *)&held->pieces[held->count];
+    for (Py_ssize_t index = 0; index < held->count; index++)
+        places[index] = (ucxchannel_piece){held->pieces[index].buf, (size_t)held->pieces[index].len};
+    return places;
+}
+
+/* send(pieces, until_s) */
+static PyObject *ucx_send(PyObject *self, PyObject *const *given, Py_ssize_t count)
+{
+    const ucx_end *end = PyCapsule_GetPointer(self, NULL);
+    const ucxchannel_piece *pieces;
+    holding *held;
+    int64_t until_ns;
+    int status;
+    if (!has_arguments(count, 2) || !read_until(given[1], &until_ns) || (held = hold(given[0])) == NULL)
+        return NULL;
+    pieces = ucx_pieces(held);
+    Py_BEGIN_ALLOW_THREADS
+    status = end->send(end->channel, pieces, (size_t)held->count, until_ns);
+    Py_END_ALLOW_THREADS
+    if (status != UCXCHANNEL_OK)
+        return ucx_outcome(status, false, 0, held);
     release(held);
-    return result;
+    Py_RETURN_NONE;
 }
 
-static bool read_target(ucx_round *of, PyObject *const *given)
+/* receive(limit, until_s) */
+static PyObject *ucx_receive(PyObject *self, PyObject *const *given, Py_ssize_t count)
 {
-    of->call = (uintptr_t)PyLong_AsUnsignedLongLong(given[0]);
-    of->channel = PyLong_AsVoidPtr(given[1]);
-    return PyErr_Occurred() == NULL;
-}
-
-/* Of what is received: memory, capacity, spin_ns. */
-static bool read_memory(ucx_round *of, PyObject *const *given)
-{
-    of->memory = given[0];
-    of->capacity = PyLong_AsSize_t(given[1]);
-    of->spin_ns = PyLong_AsLongLong(given[2]);
-    return PyErr_Occurred() == NULL;
-}
-
-static bool read_until(ucx_round *of, PyObject *given)
-{
-    of->until_ns = PyLong_AsLongLong(given);
-    return PyErr_Occurred() == NULL;
-}
-
-/* ucx_send(call, channel, pieces, until_ns) */
-static PyObject *ucx_send(PyObject *Py_UNUSED(self), PyObject *const *given, Py_ssize_t count)
-{
-    ucx_round of = {0};
-    if (!has_arguments(count, 4) || !read_target(&of, given) || !read_until(&of, given[3]))
+    const ucx_end *end = PyCapsule_GetPointer(self, NULL);
+    size_t limit, bytes = 0;
+    int64_t until_ns;
+    int status;
+    if (!has_arguments(count, 2) || !read_until(given[1], &until_ns))
         return NULL;
-    of.pieces = given[2];
-    return run_round(&of);
+    limit = PyLong_AsSize_t(given[0]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = end->receive(end->channel, end->spin_ns, until_ns, &bytes);
+    Py_END_ALLOW_THREADS
+    if (status == UCXCHANNEL_OK && bytes <= limit)
+        return take_from(end, bytes);
+    return ucx_outcome(status, false, bytes, NULL);
 }
 
-/* ucx_receive(call, channel, memory, capacity, spin_ns, until_ns) */
-static PyObject *ucx_receive(PyObject *Py_UNUSED(self), PyObject *const *given, Py_ssize_t count)
+/* exchange(pieces, limit, until_s) */
+static PyObject *ucx_exchange(PyObject *self, PyObject *const *given, Py_ssize_t count)
 {
-    ucx_round of = {0};
-    if (!has_arguments(count, 6) || !read_target(&of, given) || !read_memory(&of, given + 2) || !read_until(&of, given[5]))
+    const ucx_end *end = PyCapsule_GetPointer(self, NULL);
+    const ucxchannel_piece *pieces;
+    holding *held;
+    size_t limit, bytes = 0;
+    int64_t until_ns;
+    int is_sent = 0, status;
+    if (!has_arguments(count, 3) || !read_until(given[2], &until_ns))
         return NULL;
-    return run_round(&of);
+    limit = PyLong_AsSize_t(given[1]);
+    if (PyErr_Occurred() || (held = hold(given[0])) == NULL)
+        return NULL;
+    pieces = ucx_pieces(held);
+    Py_BEGIN_ALLOW_THREADS
+    status = end->exchange(end->channel, pieces, (size_t)held->count, end->spin_ns, until_ns, &is_sent, &bytes);
+    Py_END_ALLOW_THREADS
+    if (status != UCXCHANNEL_OK || bytes > limit)
+        return ucx_outcome(status, is_sent, bytes, held);
+    release(held);
+    return take_from(end, bytes);
 }
 
-/* ucx_exchange(call, channel, pieces, memory, capacity, spin_ns, until_ns) */
-static PyObject *ucx_exchange(PyObject *Py_UNUSED(self), PyObject *const *given, Py_ssize_t count)
+static PyMethodDef of_ucx[] = {
+    {"send", (PyCFunction)(void (*)(void))ucx_send, METH_FASTCALL, NULL},
+    {"receive", (PyCFunction)(void (*)(void))ucx_receive, METH_FASTCALL, NULL},
+    {"exchange", (PyCFunction)(void (*)(void))ucx_exchange, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+/* ucx_calls(send, receive, exchange, take, channel, spin_ns) */
+static PyObject *ucx_calls(PyObject *Py_UNUSED(self), PyObject *const *given, Py_ssize_t count)
 {
-    ucx_round of = {0};
-    if (!has_arguments(count, 7) || !read_target(&of, given) || !read_memory(&of, given + 3) || !read_until(&of, given[6]))
+    PyObject *self, *all;
+    uintptr_t values[6];
+    ucx_end *end;
+    if (!has_arguments(count, 6))
         return NULL;
-    of.pieces = given[2];
-    return run_round(&of);
+    for (int index = 0; index < 6; index++)
+        values[index] = PyLong_AsSize_t(given[index]);
+    if (PyErr_Occurred())
+        return NULL;
+    if ((end = PyMem_Malloc(sizeof *end)) == NULL)
+        return PyErr_NoMemory();
+    *end = (ucx_end){(send_call *)values[0], (receive_call *)values[1], (exchange_call *)values[2],
+                     (take_call *)values[3], (ucxchannel *)values[4],   (int64_t)values[5]};
+    self = PyCapsule_New(end, NULL, free_end);
+    if (self == NULL) {
+        PyMem_Free(end);
+        return NULL;
+    }
+    all = PyDict_New();
+    if (all != NULL && add_all(all, of_ucx, self) < 0)
+        Py_CLEAR(all);
+    Py_DECREF(self);
+    return all;
 }
 
 static PyMethodDef of_frames[] = {
     {"send", (PyCFunction)(void (*)(void))send_frame, METH_FASTCALL, NULL},
     {"receive", (PyCFunction)(void (*)(void))receive_frame, METH_FASTCALL, NULL},
     {"exchange", (PyCFunction)(void (*)(void))exchange_frames, METH_FASTCALL, NULL},
-    {"ucx_send", (PyCFunction)(void (*)(void))ucx_send, METH_FASTCALL, NULL},
-    {"ucx_receive", (PyCFunction)(void (*)(void))ucx_receive, METH_FASTCALL, NULL},
-    {"ucx_exchange", (PyCFunction)(void (*)(void))ucx_exchange, METH_FASTCALL, NULL},
+    {"ucx_calls", (PyCFunction)(void (*)(void))ucx_calls, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -475,22 +524,11 @@ const char *roundcalls_build(void)
     return ROUNDCALLS_BUILD;
 }
 
-static int add_all(PyObject *to, PyMethodDef *functions)
-{
-    for (PyMethodDef *each = functions; each->ml_name != NULL; each++) {
-        PyObject *function = PyCFunction_NewEx(each, NULL, NULL);
-        int failed = function == NULL || PyDict_SetItemString(to, each->ml_name, function) < 0;
-        Py_XDECREF(function);
-        if (failed)
-            return -1;
-    }
-    return 0;
-}
-
 PyObject *roundcalls_functions(void)
 {
     PyObject *all = PyDict_New();
-    if (all != NULL && (roundcalls_prepare_steps() < 0 || add_all(all, of_frames) < 0 || add_all(all, roundcalls_of_steps) < 0))
+    if (all != NULL && (roundcalls_prepare_steps() < 0 || add_all(all, of_frames, NULL) < 0 ||
+                        add_all(all, roundcalls_of_steps, NULL) < 0))
         Py_CLEAR(all);
     return all;
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Protocol, TypeVar, cast
@@ -24,6 +24,8 @@ CAME, LATE, ENDED = 0, 1, 2
 
 Piece = bytes | bytearray | memoryview
 Outcome = tuple[int, bool, int, object]
+"""Of UCX: a status, whether the frame is out, the length of the one that is there, and what keeps the pieces where they are as
+long as it lives (None unless the status is HELD)."""
 R = TypeVar("R")
 Made = tuple[type[Any], type[Any], type[Any], int, int]
 """Entry, EntryReply, DraftEntry; the statuses OK and PARTIAL_WINDOW."""
@@ -107,26 +109,31 @@ class RoundCalls(Protocol):
         """What `wire.codec.finish_step_reply` returns."""
         ...
 
-    # Of ucx_channel.h, `call` being the address of the function of that name: its status, whether the frame is out, the bytes
-    # that were received, and what keeps the pieces where they are as long as it lives (None unless the status is HELD).
+    def ucx_calls(
+        self, send: int, receive: int, exchange: int, take: int, channel: int, spin_ns: int, /
+    ) -> dict[str, Callable[..., Any]]:
+        """The functions of `UcxCalls` by name, for the channel at the address `channel`. The first four are the addresses of the
+        functions of ucx_channel.h that are called so.
+        """
+        ...
 
-    def ucx_send(self, call: int, channel: int, pieces: Sequence[Piece], until_ns: int, /) -> Outcome: ...
 
-    def ucx_receive(
-        self, call: int, channel: int, memory: bytearray, capacity: int, spin_ns: int, until_ns: int, /
-    ) -> Outcome: ...
+class UcxCalls(Protocol):
+    """What waits for UCX, on one channel of ucx_channel.h. Times are seconds of CLOCK_MONOTONIC, infinity is no deadline."""
 
-    def ucx_exchange(
-        self,
-        call: int,
-        channel: int,
-        pieces: Sequence[Piece],
-        memory: bytearray,
-        capacity: int,
-        spin_ns: int,
-        until_ns: int,
-        /,
-    ) -> Outcome: ...
+    def send(self, pieces: Sequence[Piece], until_s: float, /) -> Outcome | None:
+        """None: it is out."""
+        ...
+
+    def receive(self, limit: int, until_s: float, /) -> memoryview | Outcome:
+        """The frame, in memory of its own, to which it is copied with the GIL held. One of more than `limit` bytes is not: it
+        stays where it is, and its length comes with the status OK.
+        """
+        ...
+
+    def exchange(self, pieces: Sequence[Piece], limit: int, until_s: float, /) -> memoryview | Outcome:
+        """`send`, then `receive`."""
+        ...
 
 
 @functools.cache

@@ -63,19 +63,22 @@ class UcxLibrary:
     @property
     def has_verbs(self) -> bool:
         """Whether this UCX was built with InfiniBand verbs, without which it knows no RDMA."""
-        return self._has("ib")
+        return _is_there(self.path.parent, "ib")
 
     @property
     def has_rdmacm(self) -> bool:
         """Whether this UCX can connect by RDMA's own way, and not only by TCP."""
-        return self._has("rdmacm")
-
-    def _has(self, module: str) -> bool:
-        name = f"libuct_{module}*.so*"
-        return any(self.path.parent.glob(f"ucx/{name}")) or any(self.path.parent.glob(name))
+        return _is_there(self.path.parent, "rdmacm")
 
     def __str__(self) -> str:
         return f"UCX {self.version} from {self.path}"
+
+
+@functools.cache
+def _is_there(directory: Path, module: str) -> bool:
+    """One of UCX's modules. Looked for once: nobody adds one to the UCX that a process has loaded."""
+    name = f"libuct_{module}*.so*"
+    return any(directory.glob(f"ucx/{name}")) or any(directory.glob(name))
 
 
 def load_ucx(directory: str = "") -> UcxLibrary:
@@ -182,14 +185,15 @@ _STATUS_CALLS: Final[dict[str, tuple[type, ...]]] = {
     "ucxchannel_describe": (_POINTER, _TEXT, _SIZE),
     "ucxchannel_addresses": (_POINTER, _POINTER, _POINTER),
     "ucxchannel_send": (_POINTER, _POINTER, _SIZE, _I64),
-    "ucxchannel_receive": (_POINTER, _POINTER, _SIZE, _I64, _I64, _POINTER),
-    "ucxchannel_exchange": (_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _I64, _I64, _POINTER, _POINTER),
+    "ucxchannel_receive": (_POINTER, _I64, _I64, _POINTER),
+    "ucxchannel_exchange": (_POINTER, _POINTER, _SIZE, _I64, _I64, _POINTER, _POINTER),
 }
 _VOID_CALLS: Final[dict[str, tuple[type, ...]]] = {
     "ucxchannel_context_release": (_POINTER,),
     "ucxchannel_listener_wake": (_POINTER,),
     "ucxchannel_listener_destroy": (_POINTER,),
     "ucxchannel_set_max_unread": (_POINTER, _SIZE),
+    "ucxchannel_take": (_POINTER, _POINTER),
     "ucxchannel_wake": (_POINTER,),
     "ucxchannel_close": (_POINTER, _I64),
     "ucxchannel_destroy": (_POINTER,),

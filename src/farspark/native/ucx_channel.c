@@ -995,25 +995,7 @@ static int send_frame(ucxchannel *channel, const ucxchannel_piece *pieces, size_
     return state_of(channel);
 }
 
-static int take_frame(ucxchannel *channel, void *into, size_t capacity, size_t *bytes_p)
-{
-    received *frame = channel->first;
-    *bytes_p = frame->bytes;
-    if (frame->bytes > capacity)
-        return fail(UCXCHANNEL_TOO_LARGE, "frame of %zu bytes, room for %zu", frame->bytes, capacity);
-    if (frame->bytes > 0)
-        memcpy(into, frame->data, frame->bytes);
-    channel->first = frame->next;
-    if (channel->first == NULL)
-        channel->last = NULL;
-    channel->unread_bytes -= frame->bytes;
-    if (!frame->is_ours)
-        ucp_am_data_release(channel->worker, frame->data);
-    free(frame);
-    return UCXCHANNEL_OK;
-}
-
-static int receive_frame(ucxchannel *channel, void *into, size_t capacity, int64_t spin_ns, int64_t deadline_ns, size_t *bytes_p)
+static int receive_frame(ucxchannel *channel, int64_t spin_ns, int64_t deadline_ns, size_t *bytes_p)
 {
     if (channel->first == NULL) {
         int result = wait_until(channel, has_frame, NULL, spin_ns, deadline_ns);
@@ -1022,7 +1004,8 @@ static int receive_frame(ucxchannel *channel, void *into, size_t capacity, int64
     } else if (atomic_load(&channel->is_woken)) {
         return fail(UCXCHANNEL_CLOSED, "closed");
     }
-    return take_frame(channel, into, capacity, bytes_p);
+    *bytes_p = channel->first->bytes;
+    return UCXCHANNEL_OK;
 }
 
 int ucxchannel_send(ucxchannel *channel, const ucxchannel_piece *pieces, size_t count, int64_t deadline_ns)
@@ -1032,25 +1015,39 @@ int ucxchannel_send(ucxchannel *channel, const ucxchannel_piece *pieces, size_t 
     return send_frame(channel, pieces, count, deadline_ns);
 }
 
-int ucxchannel_receive(ucxchannel *channel, void *into, size_t capacity, int64_t spin_ns, int64_t deadline_ns, size_t *bytes_p)
+int ucxchannel_receive(ucxchannel *channel, int64_t spin_ns, int64_t deadline_ns, size_t *bytes_p)
 {
-    if (channel == NULL || (into == NULL && capacity > 0) || bytes_p == NULL)
-        return fail(UCXCHANNEL_INVALID, "no channel, or no place for the frame");
-    return receive_frame(channel, into, capacity, spin_ns, deadline_ns, bytes_p);
+    if (channel == NULL || bytes_p == NULL)
+        return fail(UCXCHANNEL_INVALID, "no channel, or no place for the length");
+    return receive_frame(channel, spin_ns, deadline_ns, bytes_p);
 }
 
-int ucxchannel_exchange(ucxchannel *channel, const ucxchannel_piece *pieces, size_t count, void *into, size_t capacity,
-                        int64_t spin_ns, int64_t deadline_ns, int *is_sent_p, size_t *bytes_p)
+int ucxchannel_exchange(ucxchannel *channel, const ucxchannel_piece *pieces, size_t count, int64_t spin_ns, int64_t deadline_ns,
+                        int *is_sent_p, size_t *bytes_p)
 {
     int result;
-    if (channel == NULL || (pieces == NULL && count > 0) || (into == NULL && capacity > 0) || is_sent_p == NULL || bytes_p == NULL)
-        return fail(UCXCHANNEL_INVALID, "no channel, no pieces, or no place for the frame");
+    if (channel == NULL || (pieces == NULL && count > 0) || is_sent_p == NULL || bytes_p == NULL)
+        return fail(UCXCHANNEL_INVALID, "no channel, no pieces, or no place for the length");
     *is_sent_p = 0;
     result = send_frame(channel, pieces, count, deadline_ns);
     if (result != UCXCHANNEL_OK)
         return result;
     *is_sent_p = 1;
-    return receive_frame(channel, into, capacity, spin_ns, deadline_ns, bytes_p);
+    return receive_frame(channel, spin_ns, deadline_ns, bytes_p);
+}
+
+void ucxchannel_take(ucxchannel *channel, void *into)
+{
+    received *frame = channel->first;
+    if (frame->bytes > 0)
+        memcpy(into, frame->data, frame->bytes);
+    channel->first = frame->next;
+    if (channel->first == NULL)
+        channel->last = NULL;
+    channel->unread_bytes -= frame->bytes;
+    if (!frame->is_ours)
+        ucp_am_data_release(channel->worker, frame->data);
+    free(frame);
 }
 
 void ucxchannel_wake(ucxchannel *channel)

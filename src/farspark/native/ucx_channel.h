@@ -42,7 +42,7 @@ extern "C" {
 #define UCXCHANNEL_API __attribute__((visibility("default")))
 
 /* Of the functions, the structures and the messages together: any change of them is another version. */
-#define UCXCHANNEL_VERSION 1u
+#define UCXCHANNEL_VERSION 2u
 #define UCXCHANNEL_NEVER INT64_MAX
 /* How long a late send waits for UCX to let go of the pieces: it takes microseconds unless a device is stuck. */
 #define UCXCHANNEL_RELEASE_NS INT64_C(100000000)
@@ -59,11 +59,10 @@ typedef enum ucxchannel_status {
     UCXCHANNEL_OK = 0,
     UCXCHANNEL_TIMED_OUT = 1,   /* nothing is lost, the channel is as it was */
     UCXCHANNEL_INTERRUPTED = 2, /* a signal came while nothing had been received; call again */
-    UCXCHANNEL_TOO_LARGE = 3,   /* a frame is there, its length is told, and it does not fit; it stays */
-    UCXCHANNEL_CLOSED = 4,      /* by ucxchannel_wake */
-    UCXCHANNEL_GONE = 5,        /* by the peer or by a fault, after everything that was received was taken */
-    UCXCHANNEL_ABANDONED = 6,   /* a send was late; the channel is of no more use, the pieces are free */
-    UCXCHANNEL_HELD = 7,        /* as ABANDONED, and UCX still has the pieces */
+    UCXCHANNEL_CLOSED = 3,      /* by ucxchannel_wake */
+    UCXCHANNEL_GONE = 4,        /* by the peer or by a fault, after everything that was received was taken */
+    UCXCHANNEL_ABANDONED = 5,   /* a send was late; the channel is of no more use, the pieces are free */
+    UCXCHANNEL_HELD = 6,        /* as ABANDONED, and UCX still has the pieces */
 
     UCXCHANNEL_INVALID = -1,
     UCXCHANNEL_NO_MEMORY = -2,
@@ -129,12 +128,13 @@ UCXCHANNEL_API void ucxchannel_set_max_unread(ucxchannel *channel, size_t bytes)
 
 /* Send one frame made of `pieces`: OK, ABANDONED (it was late), HELD, CLOSED or GONE. */
 UCXCHANNEL_API int ucxchannel_send(ucxchannel *channel, const ucxchannel_piece *pieces, size_t count, int64_t deadline_ns);
-/* Wait for a frame and copy it to `into`. On OK and TOO_LARGE `*bytes_p` is its length. */
-UCXCHANNEL_API int ucxchannel_receive(ucxchannel *channel, void *into, size_t capacity, int64_t spin_ns, int64_t deadline_ns,
-                                      size_t *bytes_p);
+/* Wait for a frame. On OK `*bytes_p` is its length; it is there until it is taken, and this returns it again. */
+UCXCHANNEL_API int ucxchannel_receive(ucxchannel *channel, int64_t spin_ns, int64_t deadline_ns, size_t *bytes_p);
 /* Both, in one call. `*is_sent_p` says whether the frame is out; if it is, an outcome is as of ucxchannel_receive. */
-UCXCHANNEL_API int ucxchannel_exchange(ucxchannel *channel, const ucxchannel_piece *pieces, size_t count, void *into,
-                                       size_t capacity, int64_t spin_ns, int64_t deadline_ns, int *is_sent_p, size_t *bytes_p);
+UCXCHANNEL_API int ucxchannel_exchange(ucxchannel *channel, const ucxchannel_piece *pieces, size_t count, int64_t spin_ns,
+                                       int64_t deadline_ns, int *is_sent_p, size_t *bytes_p);
+/* After an OK of one of the two, once: copy the frame to `into`, which has room for it. Waits for nothing. */
+UCXCHANNEL_API void ucxchannel_take(ucxchannel *channel, void *into);
 
 /* From any thread: whoever waits on the channel returns UCXCHANNEL_CLOSED, from now on. */
 UCXCHANNEL_API void ucxchannel_wake(ucxchannel *channel);

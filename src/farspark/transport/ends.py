@@ -16,6 +16,11 @@ NEVER_NS: Final = 2**63 - 1  # ROUNDCALLS_NEVER, UCXCHANNEL_NEVER
 _monotonic = time.monotonic
 
 
+def at_s(deadline: Deadline) -> float:
+    """The deadline in seconds of CLOCK_MONOTONIC."""
+    return deadline.at_s if deadline.clock is _monotonic else _monotonic() + deadline.left_s()
+
+
 def at_ns(deadline: Deadline) -> int:
     """The deadline in nanoseconds of CLOCK_MONOTONIC."""
     if deadline.clock is _monotonic:

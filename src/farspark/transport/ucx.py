@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import functools
 import math
 import os
 import re
@@ -22,17 +21,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, NoReturn, Protocol
+from types import SimpleNamespace
+from typing import Final, NoReturn, cast
 
 from farspark.clock import Deadline
 from farspark.errors import ConfigError, ProtocolError, TransportError
 from farspark.native.build import NativeUnavailable
-from farspark.native.round_calls import Outcome, RoundCalls, ready_round_calls
+from farspark.native.round_calls import Outcome, RoundCalls, UcxCalls, ready_round_calls
 from farspark.native.ucx import Address, UcxLibrary, UcxPiece, load_ucx
 from farspark.transport.addresses import SocketAddress, connect_to_any, listen_on_any, show
 from farspark.transport.base import Piece
 from farspark.transport.endpoint import DEFAULT_CONNECT_SPIN_US, DEFAULT_LISTEN_SPIN_US, Endpoint
-from farspark.transport.ends import NEVER_NS, GuardedChannelEnd, ListenerEnd, WatchedChannelEnd, at_ns
+from farspark.transport.ends import NEVER_NS, GuardedChannelEnd, ListenerEnd, WatchedChannelEnd, at_ns, at_s
 
 # How long a client may take between its first packet and the answer to our greeting.
 ESTABLISH_NS: Final = 5_000_000_000
@@ -44,8 +44,9 @@ CLOSE_WITHIN_S: Final = 5.0
 _BACKLOG: Final = 128
 # Beside one frame of the largest size: what a peer may send ahead while this side sends.
 _UNREAD_SLACK_BYTES: Final = 4 * 1024 * 1024
-# What a channel receives into at first, and up to what size that memory is kept for the frames to come.
-_FIRST_MEMORY_BYTES: Final = 64 * 1024
+# Up to what size a frame gets memory of its own, and up to what size the memory of a larger one is kept for the next. The first
+# is below the 128 KiB from which on C's library asks the system for memory each time.
+_SMALL_BYTES: Final = 96 * 1024
 _MAX_KEPT_BYTES: Final = 4 * 1024 * 1024
 _TEXT_BYTES: Final = 64 * 1024
 # RDMA registers the memory that it uses; less than this is not enough for the queues of a few connections.
@@ -88,11 +89,10 @@ class _Status(enum.IntEnum):
     OK = 0
     TIMED_OUT = 1
     INTERRUPTED = 2
-    TOO_LARGE = 3
-    CLOSED = 4
-    GONE = 5
-    ABANDONED = 6
-    HELD = 7
+    CLOSED = 3
+    GONE = 4
+    ABANDONED = 5
+    HELD = 6
 
     INVALID = -1
     NO_MEMORY = -2
@@ -159,67 +159,57 @@ class _Held:
         return None
 
 
-class _Calls(Protocol):
-    """What waits for UCX: a status, whether the frame is out, the bytes received, and what holds pieces that UCX still has."""
-
-    def send(self, pieces: Sequence[Piece], until_ns: int) -> Outcome: ...
-
-    def receive(self, memory: bytearray, capacity: int, spin_ns: int, until_ns: int) -> Outcome: ...
-
-    def exchange(
-        self, pieces: Sequence[Piece], memory: bytearray, capacity: int, spin_ns: int, until_ns: int
-    ) -> Outcome: ...
-
-
 class _PlainCalls:
-    """Through ctypes, which needs no more than the shim."""
+    """`UcxCalls` through ctypes, which needs no more than the shim."""
 
-    def __init__(self, calls: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
+    def __init__(self, calls: ctypes.CDLL, handle: ctypes.c_void_p, spin_ns: int) -> None:
         self._calls = calls
         self._handle = handle
+        self._spin_ns = spin_ns
         self._length = ctypes.c_size_t()
 
-    def send(self, pieces: Sequence[Piece], until_ns: int) -> Outcome:
+    def send(self, pieces: Sequence[Piece], until_s: float) -> Outcome | None:
         held = _Held(pieces)
-        status = self._calls.ucxchannel_send(self._handle, held.pieces, len(pieces), until_ns)
-        return status, False, 0, held.unless_late(status)
+        status = self._calls.ucxchannel_send(self._handle, held.pieces, len(pieces), _to_ns(until_s))
+        late = held.unless_late(status)
+        return (status, False, 0, late) if status else None
 
-    def receive(self, memory: bytearray, capacity: int, spin_ns: int, until_ns: int) -> Outcome:
+    def receive(self, limit: int, until_s: float) -> memoryview | Outcome:
         status = self._calls.ucxchannel_receive(
-            self._handle, _address_of(memory), capacity, spin_ns, until_ns, ctypes.byref(self._length)
+            self._handle, self._spin_ns, _to_ns(until_s), ctypes.byref(self._length)
         )
-        return status, False, self._length.value, None
+        length = self._length.value
+        return (status, False, length, None) if status or length > limit else self._take(length)
 
-    def exchange(
-        self, pieces: Sequence[Piece], memory: bytearray, capacity: int, spin_ns: int, until_ns: int
-    ) -> Outcome:
+    def exchange(self, pieces: Sequence[Piece], limit: int, until_s: float) -> memoryview | Outcome:
         held, is_sent = _Held(pieces), ctypes.c_int()
         status = self._calls.ucxchannel_exchange(
             self._handle,
             held.pieces,
             len(pieces),
-            _address_of(memory),
-            capacity,
-            spin_ns,
-            until_ns,
+            self._spin_ns,
+            _to_ns(until_s),
             ctypes.byref(is_sent),
             ctypes.byref(self._length),
         )
-        return status, bool(is_sent.value), self._length.value, held.unless_late(status)
+        late = held.unless_late(status)
+        length = self._length.value
+        return (status, bool(is_sent.value), length, late) if status or length > limit else self._take(length)
+
+    def _take(self, length: int) -> memoryview:
+        memory = bytearray(length)
+        self._calls.ucxchannel_take(self._handle, _address_of(memory) if memory else None)
+        return memoryview(memory)
 
 
-class _QuickCalls:
+def _quick_calls(quick: RoundCalls, calls: ctypes.CDLL, handle: ctypes.c_void_p, spin_ns: int) -> UcxCalls:
     """The same through `native.round_calls`, which takes microseconds less."""
-
-    def __init__(self, quick: RoundCalls, calls: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
-        assert handle.value is not None
-        send, receive, exchange = (
-            ctypes.cast(one, ctypes.c_void_p).value or 0
-            for one in (calls.ucxchannel_send, calls.ucxchannel_receive, calls.ucxchannel_exchange)
-        )
-        self.send = functools.partial(quick.ucx_send, send, handle.value)
-        self.receive = functools.partial(quick.ucx_receive, receive, handle.value)
-        self.exchange = functools.partial(quick.ucx_exchange, exchange, handle.value)
+    assert handle.value is not None
+    send, receive, exchange, take = (
+        ctypes.cast(calls[f"ucxchannel_{name}"], ctypes.c_void_p).value or 0
+        for name in ("send", "receive", "exchange", "take")
+    )
+    return cast(UcxCalls, SimpleNamespace(**quick.ucx_calls(send, receive, exchange, take, handle.value, spin_ns)))
 
 
 class UcxChannel(GuardedChannelEnd, WatchedChannelEnd):
@@ -230,52 +220,54 @@ class UcxChannel(GuardedChannelEnd, WatchedChannelEnd):
     ) -> None:
         self._calls = library.calls
         self._handle = handle
-        quick = ready_round_calls()
-        self._waiting: _Calls = (
-            _PlainCalls(self._calls, handle) if quick is None else _QuickCalls(quick, self._calls, handle)
+        quick, spin_ns = ready_round_calls(), spin_us * 1000
+        waiting: UcxCalls = (
+            _PlainCalls(self._calls, handle, spin_ns)
+            if quick is None
+            else _quick_calls(quick, self._calls, handle, spin_ns)
         )
+        self._send, self._receive, self._exchange = waiting.send, waiting.receive, waiting.exchange
         self._lane = lane
         self._is_closed = self._is_busy = False
         self.max_frame_bytes = max_frame_bytes
-        self._spin_ns = spin_us * 1000
         self._retiring = threading.Lock()  # guards the one below
         self._is_retired = False
         self._late: object = None  # what UCX did not let go of
-
-        self._memory = bytearray(_FIRST_MEMORY_BYTES)
         self._begun: memoryview | None = None  # a frame that `recv_head` has shown
-        self._limited_for = -1  # what `max_frame_bytes` was when it was last looked at
-        self._capacity = 0  # how much of the memory a frame may take
+        self._memory = bytearray()  # of the last large frame
+        self._limit = -1  # what `max_frame_bytes` was when it was last looked at
+        self._most = 0  # what of it `_receive` takes by itself
 
-    # What a round passes is written out in these three: a call of Python's own costs it as much as the rest of the line.
+    # What a round passes is written out in these three, `_begin` and `_end` included: a call of Python's own costs it as much as
+    # the rest of the line.
 
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
-        self._begin()
+        self._is_busy = True
         try:
-            if self.max_frame_bytes != self._limited_for:
-                self._limit()
-            status, _, _, late = self._waiting.send(pieces, at_ns(deadline))
-            if status:
-                self._failed_to_send(status, late)
+            if self._is_closed or self._limit != self.max_frame_bytes:
+                self._prepare()
+            failed = self._send(pieces, at_s(deadline))
+            if failed is not None:
+                self._failed_to_send(failed)
         finally:
-            self._end()
+            self._is_busy = False
+            if self._is_closed:
+                self._let_go()
 
     def recv(self, deadline: Deadline) -> memoryview:
-        self._begin()
+        self._is_busy = True
         try:
+            if self._is_closed or self._limit != self.max_frame_bytes:
+                self._prepare()
             if self._begun is not None:
                 frame, self._begun = self._begun, None
                 return frame
-            if self.max_frame_bytes != self._limited_for:
-                self._limit()
-            self._make_room()
-            memory = self._memory
-            status, _, length, _ = self._waiting.receive(memory, self._capacity, self._spin_ns, at_ns(deadline))
-            if not status:
-                return memoryview(memory)[:length]
-            return self._taken(status, length, deadline)
+            got = self._receive(self._most, at_s(deadline))
+            return got if type(got) is memoryview else self._received(got, deadline)
         finally:
-            self._end()
+            self._is_busy = False
+            if self._is_closed:
+                self._let_go()
 
     def recv_head(self, head_bytes: int, deadline: Deadline) -> tuple[memoryview, int]:
         """As `Channel.recv_head`; UCX hands frames out whole."""
@@ -285,22 +277,20 @@ class UcxChannel(GuardedChannelEnd, WatchedChannelEnd):
 
     def exchange(self, pieces: Sequence[Piece], deadline: Deadline) -> memoryview:
         """`send`, then `recv`, in one call without the GIL. Raises as they do."""
-        self._begin()
+        self._is_busy = True
         try:
-            if self.max_frame_bytes != self._limited_for:
-                self._limit()
-            self._make_room()
-            memory = self._memory
-            status, is_sent, length, late = self._waiting.exchange(
-                pieces, memory, self._capacity, self._spin_ns, at_ns(deadline)
-            )
-            if not status:
-                return memoryview(memory)[:length]
-            if not is_sent:
-                self._failed_to_send(status, late)
-            return self._taken(status, length, deadline)
+            if self._is_closed or self._limit != self.max_frame_bytes:
+                self._prepare()
+            got = self._exchange(pieces, self._most, at_s(deadline))
+            if type(got) is memoryview:
+                return got
+            if not got[1]:
+                self._failed_to_send(got)
+            return self._received(got, deadline)
         finally:
-            self._end()
+            self._is_busy = False
+            if self._is_closed:
+                self._let_go()
 
     def _wake(self) -> None:
         with self._retiring:
@@ -330,18 +320,16 @@ class UcxChannel(GuardedChannelEnd, WatchedChannelEnd):
         except RuntimeError:
             retire()  # the interpreter is ending and starts no thread any more
 
-    def _limit(self) -> None:
-        """Make `max_frame_bytes` hold."""
-        self._limited_for = self.max_frame_bytes
-        self._capacity = min(len(self._memory), self.max_frame_bytes)
-        self._calls.ucxchannel_set_max_unread(self._handle, self.max_frame_bytes + _UNREAD_SLACK_BYTES)
+    def _prepare(self) -> None:
+        """Make `max_frame_bytes` hold. Raises TransportError if the channel is closed."""
+        if self._is_closed:
+            raise TransportError(f"{self._lane}: closed")
+        self._limit = self.max_frame_bytes
+        self._most = min(self._limit, _SMALL_BYTES)
+        self._calls.ucxchannel_set_max_unread(self._handle, self._limit + _UNREAD_SLACK_BYTES)
 
-    def _use(self, memory: bytearray) -> None:
-        self._memory = memory
-        self._capacity = min(len(memory), self.max_frame_bytes)
-
-    def _failed_to_send(self, status: int, late: object) -> NoReturn:
-        self._late = late
+    def _failed_to_send(self, outcome: Outcome) -> NoReturn:
+        status, _, _, self._late = outcome
         if status in (_Status.ABANDONED, _Status.HELD):
             self._is_closed = True
             raise TimeoutError(
@@ -349,35 +337,33 @@ class UcxChannel(GuardedChannelEnd, WatchedChannelEnd):
             )
         self._fail(status)
 
-    def _taken(self, status: int, length: int, deadline: Deadline) -> memoryview:
-        """The frame that is received at last, where a first call has had another outcome than a frame."""
-        memory, capacity = self._memory, self._capacity
-        while status in (_Status.INTERRUPTED, _Status.TOO_LARGE):
+    def _received(self, outcome: Outcome, deadline: Deadline) -> memoryview:
+        """The frame that comes at last, where a first call has had another outcome than a frame."""
+        got: memoryview | Outcome = outcome
+        while type(got) is not memoryview:
+            status, _, length, _ = got
+            if status == _Status.OK:
+                return self._take(length)
+            if status == _Status.TIMED_OUT:
+                raise TimeoutError(f"{self._lane}: deadline passed while waiting for a frame")
+            if status != _Status.INTERRUPTED:
+                self._fail(status)
             # Python has run its signal handlers meanwhile, which may raise.
-            if status == _Status.TOO_LARGE:
-                if length > self.max_frame_bytes:
-                    self._is_closed = True
-                    raise ProtocolError(
-                        f"{self._lane}: frame of {length} bytes announced, at most {self.max_frame_bytes}"
-                    )
-                memory, capacity = bytearray(length), length
-                if length <= _MAX_KEPT_BYTES:
-                    self._use(memory)
-            status, _, length, _ = self._waiting.receive(memory, capacity, self._spin_ns, at_ns(deadline))
-        if status == _Status.TIMED_OUT:
-            raise TimeoutError(f"{self._lane}: deadline passed while waiting for a frame")
-        if status:
-            self._fail(status)
-        return memoryview(memory)[:length]
+            got = self._receive(self._most, at_s(deadline))
+        return got
 
-    def _make_room(self) -> None:
-        """Receive into the same memory if nobody looks at a frame in it any more, else into other memory."""
-        try:
-            # A bytearray refuses to change its length as long as a view of it lives anywhere.
-            self._memory.append(0)
-            self._memory.pop()
-        except BufferError:
-            self._use(bytearray(len(self._memory)))
+    def _take(self, length: int) -> memoryview:
+        """A large frame, in the memory of the last one if nobody looks at that any more: fresh memory costs more than to copy."""
+        if length > self._limit:
+            self._is_closed = True
+            raise ProtocolError(f"{self._lane}: frame of {length} bytes announced, at most {self._limit}")
+        memory = self._memory
+        if len(memory) < length or _is_looked_at(memory):
+            memory = bytearray(length)
+            if length <= _MAX_KEPT_BYTES:
+                self._memory = memory
+        self._calls.ucxchannel_take(self._handle, _address_of(memory))
+        return memoryview(memory)[:length]
 
     def _fail(self, status: int) -> NoReturn:
         closed_here = self._is_closed
@@ -699,5 +685,19 @@ def _shown(address: Address) -> str:
     return f"[{host}]:{address.port}" if ":" in host else f"{host}:{address.port}"
 
 
+def _is_looked_at(memory: bytearray) -> bool:
+    try:
+        # A bytearray refuses to change its length as long as a view of it lives anywhere.
+        memory.append(0)
+    except BufferError:
+        return True
+    memory.pop()
+    return False
+
+
 def _address_of(memory: bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _to_ns(until_s: float) -> int:
+    return NEVER_NS if until_s == math.inf else int(until_s * 1e9)
