@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,7 +49,6 @@ def work_on(device: torch.device, dtype: torch.dtype) -> DeviceWork:
     """The best that there is for `device`; on a GPU where Triton does not work, plain operations, with a warning."""
     if device.type == "cpu":
         return DeviceWork(cpu_arithmetic(dtype), DirectCalls(device), None)
-    # Every launch and every allocation is on this device, also those of a thread that the server starts later.
     torch.cuda.set_device(device)
     try:
         from farspark.worker.models.fused import FusedArithmetic
@@ -61,6 +62,13 @@ def work_on(device: torch.device, dtype: torch.dtype) -> DeviceWork:
         logger.warning("farspark: no Triton kernels (%s: %s); drafts take longer", type(error).__name__, error)
         return DeviceWork(Arithmetic(dtype, dtype), GraphCalls(device), None)
     return DeviceWork(fused, GraphCalls(device), attend_ring)
+
+
+@contextlib.contextmanager
+def at_work(device: torch.device) -> Iterator[None]:
+    """Inference on `device`, from any thread: which device is current is each thread's own, and kernels launch on that one."""
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext(), torch.inference_mode():
+        yield
 
 
 def cpu_arithmetic(dtype: torch.dtype, cpuinfo: str = "/proc/cpuinfo") -> Arithmetic:

@@ -35,7 +35,7 @@ from farspark.worker.batch import (
 from farspark.worker.checkpoint import DrafterConfig, LoadedCheckpoint, load_checkpoint, no_progress
 from farspark.worker.checkpoint.load import FilePath
 from farspark.worker.context import SMALLER_CONTEXT, ContextShape, ContextStore, ContextView
-from farspark.worker.device import DeviceWork, open_device, work_on
+from farspark.worker.device import DeviceWork, at_work, open_device, work_on
 from farspark.worker.graphs import DeviceCalls
 from farspark.worker.memory import HEADROOM_BYTES, require_memory
 from farspark.worker.models.base import Arithmetic, DraftModel
@@ -213,7 +213,7 @@ class DSparkDrafter:
             sizes = list(itertools.product(shapes.batches, shapes.contexts, shapes.steps))
         kinds = [(False, _PLAIN), (True, _PLAIN)] + ([(True, _SAMPLED)] if info.support else [])
         total, done = len(shapes.rows) + len(sizes), 0
-        with torch.inference_mode():
+        with at_work(self._device):
             for rows in shapes.rows:
                 self._row_staging(rows)
                 self._calls.run(rows, self._write)
@@ -232,7 +232,7 @@ class DSparkDrafter:
         is_sampled = any(entries[index].temperature for index in wanted)
         answer = _Answer.of(len(entries), self._info.num_drafts, want_margins=batch.want_margins, is_sampled=is_sampled)
         judge = None
-        with torch.inference_mode():
+        with at_work(self._device):
             self._append(batch)
             if wanted:
                 asked = self._ask([entries[index] for index in wanted], is_sampled)
@@ -251,7 +251,7 @@ class DSparkDrafter:
         def judge(entries: Sequence[int], tokens: memoryview) -> Judged:
             chains = torch.frombuffer(bytearray(tokens), dtype=torch.int32).view(-1, num_drafts)
             chosen = [rows[entry] for entry in entries]
-            with torch.inference_mode():
+            with at_work(self._device):
                 return self._judge(block, chosen, chains)._replace(routing=self._routing_margins(asked, chosen))
 
         return judge
