@@ -3,6 +3,7 @@
 Qwen3-8B shapes with its block-7 drafter, random weights: step times and memory are real, acceptance is not. Run on the GPU
 machine after `bash .gpu/a/unpack.sh` and `source .gpu/b/unpack.sh`:
     python3 bench/gpu_engine.py [--engines alone,local,capacity,async-thread,async-process] [--out FOLDER]
+        [--worker-device cuda:1] [--ranks 2]        # on a machine with two GPUs
 Every engine is a process of its own, one after the other. Prints one JSON report.
 """
 
@@ -24,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from bench import gpu_draft  # noqa: E402
 from tests.gpu import run_vllm_0251 as engines  # noqa: E402
+from tests.gpu.environment import with_plugin  # noqa: E402
 from tests.vllm.processes import run_engine  # noqa: E402
 
 N = 7
@@ -88,9 +90,10 @@ PHASES = [
 class Steps(engines.Comparison):
     """Every engine over the same two phases."""
 
-    def __init__(self, folder: Path, names: list[str]) -> None:
+    def __init__(self, folder: Path, names: list[str], *, worker_device: str, ranks: int) -> None:
         self._folder = folder
         self._names = names
+        self._worker_device = worker_device
         self._engine = {
             "max_num_seqs": 8,
             "max_num_batched_tokens": 2048,
@@ -99,13 +102,16 @@ class Steps(engines.Comparison):
             "enforce_eager": False,
             "load_format": "dummy",
             "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+            "tensor_parallel_size": ranks,
+            # It needs peer access between the GPUs, which a virtual machine may not have.
+            "disable_custom_all_reduce": True,
         }
-        self._environment = self._with_plugin(dict(os.environ))
+        self._environment = with_plugin(dict(os.environ), folder, hangs_after_s=LIMIT_S - 4)
 
     def measure(self) -> dict[str, Any]:
         target, drafter = write_pair(self._folder)
         one = functools.partial(self._one, target, drafter)
-        return self._beside_a_worker(drafter, target, one, context=4096)
+        return self._beside_a_worker(drafter, target, one, context=4096, device=self._worker_device)
 
     def _one(self, target: Path, drafter: Path, name: str, settings: dict[str, str]) -> dict[str, Any]:
         stats = self._stats_file(name)
@@ -135,10 +141,20 @@ class Steps(engines.Comparison):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default=",".join(ENGINES), help="which, in this order (default: %(default)s)")
+    parser.add_argument("--worker-device", default="cuda", help="cuda:1 for a GPU of its own (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="GPUs of the engine, tensor parallel (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, help="also write the report there")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        report = Steps(Path(folder), arguments.engines.split(",")).measure()
+        steps = Steps(
+            Path(folder),
+            arguments.engines.split(","),
+            worker_device=arguments.worker_device,
+            ranks=arguments.ranks,
+        )
+        report = steps.measure() | {"worker_device": arguments.worker_device, "ranks": arguments.ranks}
     text = json.dumps(report, indent=1)
     print(text)
     if arguments.out:

@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+from tests.gpu.environment import with_plugin  # noqa: E402
 from tests.vllm import tiny_pair  # noqa: E402
 from tests.vllm.processes import Worker, run_engine  # noqa: E402
 
@@ -119,29 +120,7 @@ class Comparison:
         }
         if not is_eager:
             self._engine["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        self._environment = self._with_plugin(dict(os.environ))
-
-    def _with_plugin(self, environment: dict[str, str]) -> dict[str, str]:
-        """The package is a folder here, not an installed distribution: give vLLM an entry point to find."""
-        info = self._folder / "site" / "farspark-0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: farspark\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\nfarspark = farspark.engine.vllm.plugin:register\n"
-        )
-        # An engine that hangs says where.
-        (info.parent / "sitecustomize.py").write_text(
-            f"import faulthandler\nfaulthandler.dump_traceback_later({ENGINE_LIMIT_S - 4})\n"
-        )
-        path = [str(self._folder / "site"), str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")]
-        return environment | {
-            "PYTHONPATH": os.pathsep.join(path),
-            "VLLM_USE_V2_MODEL_RUNNER": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
+        self._environment = with_plugin(dict(os.environ), folder, hangs_after_s=ENGINE_LIMIT_S - 4)
 
     def run(self) -> dict[str, Any]:
         runs: dict[str, dict[str, Any]] = {}
@@ -154,14 +133,20 @@ class Comparison:
         return report | compare(runs, report["errors"])
 
     def _beside_a_worker(
-        self, drafter: Path, target: Path, one: Callable[[str, dict[str, str]], dict[str, Any]], **options: Any
+        self,
+        drafter: Path,
+        target: Path,
+        one: Callable[[str, dict[str, str]], dict[str, Any]],
+        *,
+        device: str = "cuda",
+        **options: Any,
     ) -> dict[str, Any]:
         """`one(name, how to reach the worker)` for every engine, one after the other, while a worker runs; its options."""
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         from farspark.worker.checkpoint import identities
 
         identity = identities(drafter, target).identity.hex()
-        worker = Worker(drafter, target, self._folder, device="cuda", slots=8, **options)
+        worker = self._worker = Worker(drafter, target, self._folder, device=device, slots=8, **options)
         report: dict[str, Any] = {"machine": machine(), "engine": self._engine, "engines": {}, "errors": {}}
         try:
             began = time.monotonic()

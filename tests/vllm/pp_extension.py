@@ -2,7 +2,8 @@
 puts others into their place, or spoils those of the first stage, as the plan in PP_TEST_PLAN says.
 
 A plan is a JSON file: `tokens`, for each request its prompt and its known continuation; `keep`, the part of the injected drafts
-that stays right (none are injected without it); `zero_first_stage`.
+that stays right (none are injected without it); `zero_first_stage`; `records`, how the names of the
+requests begin whose steps are recorded, and wait for the device therefore (all, without it).
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def _wrap_propose(speculator_class: Any) -> None:
         import torch
 
         drafts = propose(self, input_batch, *rest, dummy_run=dummy_run, **more)
-        if dummy_run or any(name.startswith("_") for name in input_batch.req_ids):
+        if dummy_run or any(
+            name.startswith("_") or not name.startswith(_plan.get("records", "")) for name in input_batch.req_ids
+        ):
             return drafts
         if more.get("num_speculative_tokens") == 0:
             return (

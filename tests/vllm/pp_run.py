@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any, TextIO
 
 from tests.vllm import engine_run
@@ -21,6 +22,8 @@ def main() -> None:
     if job.get("schedules_ahead"):
         schedule_ahead()
     result, llm = engine_run.run(job, protocol)
+    if job.get("stress"):
+        result["stress"] = stress(llm.llm_engine, job["stress"], protocol)
     result["drafts"] = [one for stage in llm.collective_rpc("pp_drafts") for one in stage]
     result["histories"] = llm.collective_rpc("pp_history")
     core = llm.llm_engine.engine_core.engine_core
@@ -32,6 +35,35 @@ def main() -> None:
         result |= end_with_a_stale_header(llm, job["ends_with"], protocol)
     protocol.write(engine_run.RESULT + json.dumps(result) + "\n")
     llm.llm_engine.engine_core.shutdown()
+
+
+def stress(engine: Any, job: dict[str, Any], protocol: TextIO) -> dict[str, Any]:
+    """Repeat a phase for `for_s` seconds. The first token of the prompts in `salted` is another one each time, so that nothing
+    of them is cached; the others' text is held against the first time's, a few of which may differ by near ties.
+    """
+    began, repetitions, requests, differing, tokens, longest_step_s = time.monotonic(), 0, 0, 0, 0, 0.0
+    texts: dict[str, list[int]] = {}
+    while time.monotonic() - began < job["for_s"]:
+        prompts = [list(prompt) for prompt in job["phase"]["prompts"]]
+        for index in job["salted"]:
+            prompts[index][0] = (prompts[index][0] + 1 + repetitions) % job["vocab"]
+        found = engine_run.run_phase(engine, job["phase"] | {"prompts": prompts}, protocol, None)
+        unsalted = {name: text for name, text in found["tokens"].items() if int(name) not in job["salted"]}
+        texts = texts or unsalted
+        differing += sum(text != texts[name] for name, text in unsalted.items())
+        requests += len(found["tokens"])
+        tokens += sum(map(len, found["tokens"].values()))
+        longest_step_s = max(longest_step_s, *found["step_s"])
+        repetitions += 1
+    return {
+        "seconds": round(time.monotonic() - began, 1),
+        "repetitions": repetitions,
+        "requests": requests,
+        "expected_requests": repetitions * len(job["phase"]["prompts"]),
+        "tokens": tokens,
+        "texts_differing": differing,
+        "longest_step_s": longest_step_s,
+    }
 
 
 def end_with_a_stale_header(llm: Any, phase: dict[str, Any], protocol: TextIO) -> dict[str, Any]:
