@@ -139,8 +139,32 @@ def test_parity_of_few_blocks_that_no_router_kept_out_is_skipped_and_says_what_e
     assert verdicts(found) == {"blocks kept out: a router near a tie": "NOTE", "drafts compared": "SKIP"}
     said = only(found, "drafts compared").measured
     assert said == (
-        "49 blocks are too few: in 951 more a router was near a tie. Let it run longer; shadow-remote judges by accepted drafts"
+        "49 blocks are too few: in 951 more a router was near a tie. Let it run longer; accepted drafts judge all of them"
     )
+
+
+def test_parity_of_a_drafter_with_a_router_is_judged_by_accepted_drafts_once_they_are_enough() -> None:
+    lengths = {
+        "blocks": 9_999,
+        "enough_blocks": 10_000,
+        "local": 1.5,
+        "remote": 1.47,
+        "difference": -0.02,
+        "bound": 0.02,
+    }
+    what = "drafts accepted of a block, local and remote"
+    for routed, passes, verdict in (
+        (True, None, "SKIP"),
+        (True, True, "PASS"),
+        (True, False, "FAIL"),
+        (False, None, "NOTE"),
+    ):
+        routing = ROUTED | {"routing_ambiguous": 990} if routed else {}
+        found = judge.parity(shadow(**routing, accepted_lengths=lengths | {"passes": passes}))
+        assert verdicts(found)[what] == verdict
+        assert only(found, what).measured.startswith("1.500 and 1.470 (-2.00%) of 9,999 blocks")
+    nothing = lengths | {"blocks": 0, "local": None, "remote": None, "difference": None, "passes": None}
+    assert what not in verdicts(judge.parity(shadow(accepted_lengths=nothing)))
 
 
 def test_parity_with_a_worker_that_is_too_old_to_say_is_judged_as_a_dense_drafters() -> None:

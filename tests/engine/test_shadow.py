@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from farspark.engine import accepted_lengths
 from farspark.engine.shadow import JudgedChains, ShadowComparison, gaps_in_ulps
 
 
@@ -197,3 +198,21 @@ def test_METRICS_nothing_compared_is_not_a_division_by_zero() -> None:
     assert snapshot["equal_or_tie_rate"] is None
     assert snapshot["passes"] is None
     assert snapshot["agree_rate_by_position"] == [None, None]
+
+
+@pytest.mark.parametrize("remote", [True, False])
+@pytest.mark.parametrize("has_router", [True, False])
+def test_accepted_lengths_speak_for_a_router_that_keeps_every_block_out(
+    monkeypatch: pytest.MonkeyPatch, has_router: bool, remote: bool
+) -> None:
+    monkeypatch.setattr(accepted_lengths, "ENOUGH_BLOCKS", 3)
+    shadow = ShadowComparison(1)
+    one, other = np.array([[1]]), np.array([[2]])
+    shadow.observe(one, other, judge=lambda _: judged([[2]], [[0.0]], routing=[0.0]), has_router=has_router)
+    for position in range(0, 10, 2):
+        shadow.accepted.observe(0, "a", position, 7, [8], [8 if remote else 9])
+    assert shadow.snapshot()["accepted_lengths"]["blocks"] == 4
+    assert shadow.snapshot()["passes"] is (remote if has_router else None)
+    # Steps that pass do not outweigh them.
+    shadow.observe(one, one, judge=lambda _: judged([[1]], [[0.0]], routing=[1.0]), has_router=has_router)
+    assert shadow.snapshot()["passes"] is (remote or not has_router)

@@ -254,6 +254,11 @@ def test_shadow_statistics_agree_and_hold_no_divergence(shadow: dict[str, Any]) 
     assert found["full_block_agree_rate"] >= 0.9
     assert shadow["stats"]["counters"]["shadow_partial_windows"] == len(shadow["phases"]["cachedagain"]["drafts"])
     assert shadow["stats"]["latency"]["local_propose_us"]["count"] > 0
+    lengths = found["accepted_lengths"]
+    assert lengths["blocks"] > 50
+    # Some drafts are accepted, some are not, and alike.
+    assert 0.2 < lengths["local"] < 4.8
+    assert abs(lengths["difference"]) < 0.1
 
 
 def test_apc_gap_drafts_after_a_cache_hit_come_from_the_suffix(capacity: dict[str, Any], alone: dict[str, Any]) -> None:

@@ -83,11 +83,13 @@ def parity(after: Snapshot) -> list[Finding]:
     """
     shadow = after.get("shadow", {})
     blocks, ambiguous = int(shadow.get("blocks", 0)), int(shadow.get("routing_ambiguous", 0))
-    told = _routing(shadow)
+    told = [*_routing(shadow), *_accepted_lengths(shadow)]
     if blocks - ambiguous < MIN_BLOCKS:
         few = f"{blocks - ambiguous} blocks are too few"
         if ambiguous:
-            few += f": in {ambiguous:,} more a router was near a tie. Let it run longer; shadow-remote judges by accepted drafts"
+            few += (
+                f": in {ambiguous:,} more a router was near a tie. Let it run longer; accepted drafts judge all of them"
+            )
         return [*told, skipped("drafts compared", few, f"at least {MIN_BLOCKS}")]
     least_rate = float(shadow["bounds"]["equal_or_tie_rate"])
     most_apart = float(shadow["bounds"]["confidence_difference"])
@@ -124,6 +126,21 @@ def _routing(shadow: Mapping[str, Any]) -> list[Finding]:
         why = "this worker is too old to say; if the drafter has a router, confidences may fail without being wrong"
         return [noted("routing", why)]
     return []
+
+
+def _accepted_lengths(shadow: Mapping[str, Any]) -> list[Finding]:
+    """Judged where a router leaves the drafts themselves in doubt, and where there are enough; told otherwise."""
+    lengths = shadow.get("accepted_lengths")
+    if not lengths or lengths["difference"] is None:
+        return []
+    what = "drafts accepted of a block, local and remote"
+    found = f"{lengths['local']:.3f} and {lengths['remote']:.3f} ({lengths['difference']:+.2%}) of {lengths['blocks']:,} blocks"
+    if not shadow.get("has_router"):
+        return [noted(what, found)]
+    bound = f"within {lengths['bound']:.0%} of each other"
+    if lengths["passes"] is None:
+        return [skipped(what, f"{found}, too few", f"{bound}, {lengths['enough_blocks']:,} blocks")]
+    return [judged(what, lengths["passes"], found, bound)]
 
 
 def acceptance(now: Measurement, baseline: Measurement) -> list[Finding]:

@@ -6,6 +6,7 @@ each local token with the local chain's own tokens in front of it.
 
 A router that is at a near tie may pick another expert in another order of sums, and then nothing of the block need be alike,
 chosen tokens or not. So of a drafter with a router every block is judged, and those that were near such a tie are kept out.
+Where that leaves few, how many drafts of either the target accepts speaks for all of them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from farspark.engine.accepted_lengths import AcceptedLengths
 from farspark.wire.messages import Judgement
 
 # A tie: the local token's logit is within so many bf16 steps (of the greatest logit's size) of the greatest.
@@ -74,6 +76,7 @@ class ShadowComparison:
     """Owned by the engine thread. N is `num_drafts`."""
 
     def __init__(self, num_drafts: int) -> None:
+        self.accepted: Final = AcceptedLengths(num_drafts)
         self._num_drafts = num_drafts
         self._blocks = 0
         self._agree = np.zeros(num_drafts, dtype=np.int64)  # by position, free-running
@@ -197,7 +200,8 @@ class ShadowComparison:
             "gap_ulps": dict(sorted(self._gap_ulps.items())),
             "largest_gap_ulps": round(self._largest_gap_ulps, 3),
             "largest_confidence_difference": self._largest_confidence_difference,
-            "passes": None if agreement is None else self._passes(agreement),
+            "accepted_lengths": self.accepted.snapshot(),
+            "passes": self._passes(agreement),
             # What passes, beside no step far off and no block unjudged: whoever judges these numbers has no rule of their own.
             "bounds": {
                 "equal_or_tie_rate": LEAST_AGREEMENT,
@@ -207,12 +211,18 @@ class ShadowComparison:
             "examples": list(self._examples),
         }
 
-    def _passes(self, agreement: float) -> bool:
+    def _passes(self, agreement: float | None) -> bool | None:
+        """None: nothing is left to judge by."""
+        # Without a router the steps say all.
+        lengths = self.accepted.passes if self._has_router else None
+        if agreement is None:
+            return None if lengths and self._unjudged else lengths
         return (
             agreement >= LEAST_AGREEMENT
             and self._far == 0
             and self._unjudged == 0
             and (self._largest_confidence_difference or 0.0) <= self._confidence_bound
+            and lengths is not False
         )
 
     @property

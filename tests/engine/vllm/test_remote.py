@@ -273,6 +273,18 @@ def test_the_comparison_counts_only_requests_that_the_worker_answered(make_ranks
     assert found["first_mismatch"] == {"0": 0, "1": 0, "2": 1, "3": 0}
 
 
+def test_shadow_holds_both_drafters_against_what_the_request_went_on_with(make_ranks: Any) -> None:
+    drafter = make_ranks(1, POLICY="shadow").drafters[0]
+    answer_with(drafter, [[7, 7, 7]])
+    for decoded in range(4):
+        # The anchor is 7; one token a step.
+        drafter.begin(replace(step(query=1), positions=torch.tensor([decoded, decoded])))
+        drafter.finish(batch(query=1))
+        drafter.compare(torch.tensor([[7, 9, 9], [7, 7, 7]]), None)
+    found = drafter.snapshot()["shadow"]["accepted_lengths"]
+    assert (found["blocks"], found["local"], found["remote"]) == (1, 1.0, 3.0), "the first request's first block"
+
+
 def test_statistics_are_written_as_rounds_go_and_at_the_end(make_ranks: Any, tmp_path: Path) -> None:
     ranks = make_ranks()
     ranks.step()

@@ -37,7 +37,7 @@ from farspark.engine.handoff.handoff import (
 from farspark.engine.handoff.region import Submission
 from farspark.engine.handoff.stream import CudaStream
 from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
-from farspark.engine.round import Phase, RemoteRound, RoundInput, RoundRequest
+from farspark.engine.round import MetaColumn, Phase, RemoteRound, RoundInput, RoundRequest
 from farspark.engine.shadow import ShadowComparison
 from farspark.engine.shape import ModelShape
 from farspark.engine.stats_file import StatsFile
@@ -390,6 +390,7 @@ class RemoteDrafter:
         self._off_because: str | None = None
         self._rounds = 0
         self._depths: dict[int, tuple[Hashable, int]] = {}  # by slot: whose, and how many drafts to verify
+        self._newest: RoundInput | None = None  # synchronous rounds; its arrays are the next round's, too
         self._undecided: list[int] = []  # slots of the newest round, until its depths are read
         self._stats_file = StatsFile(config.stats_file)
         self._row_bound = 0  # of the step that `begin` had
@@ -520,10 +521,12 @@ class RemoteDrafter:
         is_partial = [last.entry_status.get(row) is RequestStatus.PARTIAL_WINDOW for row in range(n)]
         self.rank0.stats.add("shadow_partial_windows", sum(is_partial))
         ok = self._result.ok[:n].astype(bool) & ~np.array(is_partial)
+        drafts = local.cpu().numpy()
+        self._observe_accepted(drafts, ok)
         if not ok.any():
             return
         margins = last.margins
-        ours, theirs = local.cpu().numpy()[ok], self._result.tokens[:n][ok]
+        ours, theirs = drafts[ok], self._result.tokens[:n][ok]
         judge, rows = self.rank0.round.judge, np.flatnonzero(ok)
         self.shadow.observe(
             ours,
@@ -536,6 +539,19 @@ class RemoteDrafter:
             remote_confidences=self._result.confidences[:n][ok],
         )
 
+    def _observe_accepted(self, local: npt.NDArray[np.integer[Any]], ok: npt.NDArray[np.bool_]) -> None:
+        """Of the newest round's rows [n]: what the target goes on with, and what either drafter says follows."""
+        step = self._newest
+        if step is None:
+            return
+        for row, request in enumerate(step.requests):
+            start, valid, anchor, is_sampled = step.meta[row, : MetaColumn.SAMPLED + 1].tolist()
+            if is_sampled:
+                remote = self._result.tokens[row].tolist() if ok[row] else None
+                self.shadow.accepted.observe(
+                    request.slot, request.owner, start + valid, anchor, local[row].tolist(), remote
+                )
+
     def _run_round(self, rank0: Rank0, batch: Batch) -> None:
         """Leaves the result in the device's buffer. Raises nothing: behind this comes a collective of all ranks."""
         self._rounds += 1
@@ -547,7 +563,9 @@ class RemoteDrafter:
                 gather_us = rank0.gather.device_us() or waited_us
                 rank0.stats.record_us("gather_us", gather_us)
                 # The previous step's copy out of the result's buffer lies before this gather on the stream, hence is done.
-                step = RoundInput(self._requests(batch), gathered.meta, gathered.rows, self._phase(batch))
+                step = self._newest = RoundInput(
+                    self._requests(batch), gathered.meta, gathered.rows, self._phase(batch)
+                )
                 started = time.perf_counter()
                 if rank0.round.run(step, self._result) is not RoundOutcome.FAILED:
                     # Without the wait for the target's own step: what a round costs on top of it.
