@@ -3,7 +3,8 @@
 For each drafter and number of requests: `floor` is the bytes that a draft reads once, over the bandwidth that the same run
 measures; `draft` is the device's own time of one replay; `parts` are the replays of its parts alone; `whole` is what a STEP
 costs the worker, from rows in host memory to drafts in host memory. `plain` is the same draft without fused kernels and
-without graphs. Run on a GPU machine from the root of the repository: `python3 bench/gpu_draft.py [--only NAME] [--json FILE]`.
+without graphs. The floor of routed experts is that of packed ones, also where `--experts decoded` holds them in bf16. Run on
+a GPU machine from the root of the repository: `python3 bench/gpu_draft.py [--only NAME] [--json FILE]`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from farspark.worker.batch import DraftBatch, DraftEntry  # noqa: E402
 from farspark.worker.checkpoint import DrafterConfig, LoadedCheckpoint  # noqa: E402
+from farspark.worker.checkpoint import gemma4 as gemma4_family  # noqa: E402
 from farspark.worker.checkpoint import qwen3 as qwen3_family  # noqa: E402
 from farspark.worker.checkpoint.deepseek import V4, V41, DeepseekV4Config  # noqa: E402
 from farspark.worker.checkpoint.keys import ConfigKeys  # noqa: E402
@@ -75,6 +77,28 @@ QWEN3 = {
     "qwen3-14b": qwen3(5120, 17408, 40, [1, 10, 19, 28, 37], 40),
 }
 
+# No sizes of Gemma 4 12B were at hand: these are Gemma 3 12B's, with one key-value head of 512 in the global layers.
+GEMMA4: dict[str, Any] = {
+    **QWEN3["qwen3-4b"],
+    "architectures": ["Gemma4DSparkModel"],
+    "model_type": "gemma4_text",
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_attention_heads": 16,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "vocab_size": 262144,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "mask_token_id": 4,
+    "target_layer_ids": [5, 17, 29, 41, 46],
+    "num_target_layers": 48,
+}
+
 
 def deepseek(kind: str, **sizes: Any) -> DeepseekV4Config:
     common: dict[str, Any] = {
@@ -99,6 +123,7 @@ def deepseek(kind: str, **sizes: Any) -> DeepseekV4Config:
 def configs() -> dict[str, DrafterConfig]:
     """The published shapes."""
     return {name: qwen3_family.parse(ConfigKeys(values), frozenset()) for name, values in QWEN3.items()} | {
+        "gemma4-12b": gemma4_family.parse(ConfigKeys(GEMMA4), frozenset()),
         "v4.1-flash": deepseek(
             V41,
             hidden_size=5120,
@@ -155,7 +180,7 @@ def random_tensor(name: str, shape: tuple[int, ...], stored: frozenset[str], dev
     if "I8" in stored:
         return codes(0, 255).view(torch.int8)
     one = torch.ones(shape, dtype=torch.bfloat16, device=device)
-    if not name.endswith("norm.weight"):
+    if not name.endswith(("norm.weight", "layer_scalar")):
         one.normal_(std=0.5 if "embed" in name or "markov" in name else shape[-1] ** -0.5)
     is_float32 = name.startswith("confidence_head.") or ".hc_" in name or name.endswith(("attn_sink", "gate.bias"))
     return one.float() if is_float32 else one
@@ -181,7 +206,7 @@ def bytes_read(config: DrafterConfig, requests: int, visible: int) -> int:
         used = config.experts * (1 - (1 - config.experts_per_token / config.experts) ** tokens)
         total += used * per_expert
         return int(total + requests * min(visible, config.window) * config.stages * config.head_dim * 2)
-    return int(total + requests * visible * 5 * 2 * 8 * 128 * 2)
+    return int(total + requests * visible * config.context_layers * int(np.prod(config.context_entry)) * 2)
 
 
 def bandwidth(device: torch.device) -> float:
@@ -271,12 +296,32 @@ def measure(drafter: DSparkDrafter, requests: int, visible: int) -> dict[str, fl
         "append_us": lambda: drafter._write(taps, where),
         "block_us": lambda: model.block(tokens, positions, view),
         "head_us": lambda: model.base_logits(block.hidden),
-        "chain_us": lambda: model.arithmetic.greedy_chain(block.base, numbers[3], model.markov),
+        "chain_us": lambda: chain_of(drafter, block, numbers[3]),
     }
     for name, work in parts.items():
         replay = captured(work)
         found[name] = statistics.median(timed(replay, 20))
     return found
+
+
+def chain_of(drafter: DSparkDrafter, block: Any, anchors: torch.Tensor) -> object:
+    """The sequential stage, at once where there is a kernel for the head."""
+    model = drafter._model
+    return model.arithmetic.greedy_chain(block.base, anchors, model.markov) or list(drafter._walk(block, sampling=None))
+
+
+def profile(drafter: DSparkDrafter, requests: int, visible: int) -> None:
+    """Prints which kernels three replays of a draft consist of."""
+    numbers = host_numbers(Steps(drafter, requests, visible)).to(drafter._device)
+    bound = fitting(drafter._shapes.contexts, min(drafter.info.context, visible + ROWS_EACH))
+    replay = captured(functools.partial(drafter._forward, numbers, bound, drafter._shapes.steps[-1], False))
+    replay()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        for _ in range(3):
+            replay()
+        torch.cuda.synchronize()
+    print(f"three drafts for {requests} requests:")
+    print(found.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=90), flush=True)
 
 
 def captured(work: Callable[[], object]) -> Callable[[], object]:
@@ -292,68 +337,106 @@ def captured(work: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def report(name: str, device: torch.device, rate: float) -> list[dict[str, Any]]:
+def worker_of(config: DrafterConfig, device: torch.device, work: DeviceWork) -> DSparkDrafter:
+    return assemble(random_checkpoint(config, device), device, work, SLOTS, CONTEXT)
+
+
+def with_decoded_experts(work: DeviceWork) -> DeviceWork:
+    arithmetic = work.arithmetic
+    kind = type("Decoding", (type(arithmetic),), {"packed_experts": None})
+    return work._replace(arithmetic=kind(arithmetic.dtype, arithmetic.carrier))
+
+
+def report(name: str, device: torch.device, rate: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     lines = []
-    loaded = random_checkpoint(configs()[name], device)
-    config = loaded.config
-    drafter = assemble(
-        LoadedCheckpoint(config, dict(loaded.tensors), bytes(32), bytes(32), loaded.vocab_size),
-        device,
-        work_on(device, torch.bfloat16),
-        SLOTS,
-        CONTEXT,
-    )
-    began = time.perf_counter()
-    drafter.warm_up(lambda what, done, total: None)
-    warm_up_s = time.perf_counter() - began
-    memory = torch.cuda.memory_allocated(device)
-    for visible in (500, 4000) if drafter.info.context == CONTEXT else (500,):
-        for requests in (1, 2, 4, 8):
+    config = configs()[name]
+    has_experts = isinstance(config, DeepseekV4Config)
+    for experts in arguments.experts if has_experts else ("none",):
+        work = work_on(device, torch.bfloat16)
+        drafter = worker_of(config, device, with_decoded_experts(work) if experts == "decoded" else work)
+        torch.cuda.empty_cache()
+        began = time.perf_counter()
+        drafter.warm_up(lambda what, done, total: None)
+        warm_up_s = time.perf_counter() - began
+        memory = torch.cuda.memory_allocated(device)
+        for visible in (500, 4000) if drafter.info.context == CONTEXT else (500,):
+            for requests in (1, 2, 4, 8):
+                with torch.inference_mode():
+                    found = measure(drafter, requests, visible)
+                size = bytes_read(config, requests, visible + ROWS_EACH)
+                floor = size / rate * 1e6
+                parts = found["block_us"] + found["head_us"] + found["chain_us"]
+                line = {
+                    "drafter": name,
+                    "experts": experts,
+                    "requests": requests,
+                    "visible": visible,
+                    "bytes": size,
+                    "floor_us": floor,
+                    **found,
+                    "draft/floor": found["draft_us"] / floor,
+                    "draft/parts": found["draft_us"] / parts,
+                    "memory_bytes": memory,
+                    "warm_up_s": warm_up_s,
+                }
+                lines.append(line)
+                print(
+                    f"{name} {requests} requests, {visible} visible: floor {floor:.0f}, draft {found['draft_us']:.0f} "
+                    f"({line['draft/floor']:.2f} floors; {line['draft/parts']:.2f} of block {found['block_us']:.0f} + "
+                    f"head {found['head_us']:.0f} + chain {found['chain_us']:.0f}), append {found['append_us']:.0f}, whole "
+                    f"step {found['whole_us']:.0f} us",
+                    flush=True,
+                )
+        print(f"{name}: {memory / 2**30:.2f} GiB allocated, warm-up {warm_up_s:.1f} s", flush=True)
+        if arguments.profile:
             with torch.inference_mode():
-                found = measure(drafter, requests, visible)
-            size = bytes_read(config, requests, visible + ROWS_EACH)
-            floor = size / rate * 1e6
-            parts = found["block_us"] + found["head_us"] + found["chain_us"]
-            line = {
-                "drafter": name,
-                "requests": requests,
-                "visible": visible,
-                "bytes": size,
-                "floor_us": floor,
-                **found,
-                "draft/floor": found["draft_us"] / floor,
-                "draft/parts": found["draft_us"] / parts,
-                "memory_bytes": memory,
-                "warm_up_s": warm_up_s,
-            }
-            lines.append(line)
-            print(
-                f"{name} {requests} requests, {visible} visible: floor {floor:.0f}, draft {found['draft_us']:.0f} "
-                f"({line['draft/floor']:.2f} floors; {line['draft/parts']:.2f} of block {found['block_us']:.0f} + head "
-                f"{found['head_us']:.0f} + chain {found['chain_us']:.0f}), append {found['append_us']:.0f}, whole step "
-                f"{found['whole_us']:.0f} us",
-                flush=True,
-            )
-    print(f"{name}: {memory / 2**30:.2f} GiB allocated, warm-up {warm_up_s:.1f} s", flush=True)
-    del drafter
-    torch.cuda.empty_cache()
-    plain = assemble(
-        LoadedCheckpoint(config, dict(loaded.tensors), bytes(32), bytes(32), loaded.vocab_size),
-        device,
-        DeviceWork(Arithmetic(torch.bfloat16, torch.bfloat16), DirectCalls(device), None),
-        SLOTS,
-        CONTEXT,
-    )
-    for requests in (1, 4):
-        line = next(line for line in lines if line["requests"] == requests)
-        line["plain_whole_us"] = Steps(plain, requests, 500).wall_us(10)
-        print(f"{name} {requests} requests without kernels and graphs: {line['plain_whole_us']:.0f} us", flush=True)
+                for requests in (1, 4):
+                    profile(drafter, requests, 500)
+        del drafter
+        torch.cuda.empty_cache()
+    if arguments.plain:
+        work = DeviceWork(Arithmetic(torch.bfloat16, torch.bfloat16), DirectCalls(device), None)
+        plain = worker_of(config, device, work)
+        for requests in (1, 4):
+            took = Steps(plain, requests, 500).wall_us(10)
+            print(f"{name} {requests} requests without kernels and graphs: {took:.0f} us", flush=True)
+            for line in lines:
+                if line["requests"] == requests and line["visible"] == 500:
+                    line["plain_whole_us"] = took
+        del plain
+        torch.cuda.empty_cache()
     return lines
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Markdown: microseconds, bytes in MB, memory in GiB."""
+    rows = [
+        "| drafter | experts | visible | requests | MB | floor | draft | draft / floor | draft / its parts | append | step | "
+        "plain step | memory |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for line in lines:
+        plain = f"{line['plain_whole_us']:,.0f}" if "plain_whole_us" in line else ""
+        rows.append(
+            f"| {line['drafter']} | {line['experts']} | {line['visible']} | {line['requests']} | {line['bytes'] / 1e6:,.0f} | "
+            f"{line['floor_us']:,.0f} | {line['draft_us']:,.0f} | {line['draft/floor']:.2f} | {line['draft/parts']:.2f} | "
+            f"{line['append_us']:,.0f} | {line['whole_us']:,.0f} | {plain} | {line['memory_bytes'] / 2**30:.2f} |"
+        )
+    return "\n".join(rows)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--only", choices=list(configs()), action="append", help="this drafter; may be repeated")
+    parser.add_argument(
+        "--experts",
+        choices=("packed", "decoded"),
+        nargs="+",
+        default=["packed"],
+        help="how routed experts are held: fp4, or bf16, which takes about four times the memory (default: packed)",
+    )
+    parser.add_argument("--no-plain", dest="plain", action="store_false", help="without the plain draft")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a draft for 1 and 4 requests")
     parser.add_argument("--json", type=Path, help="write the report here too")
     arguments = parser.parse_args()
     device = open_device("cuda")
@@ -362,7 +445,8 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}: {rate / 1e12:.2f} TB/s", flush=True)
     lines = []
     for name in arguments.only or configs():
-        lines += report(name, device, rate)
+        lines += report(name, device, rate, arguments)
+    print(table(lines), flush=True)
     if arguments.json:
         facts = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "host": platform.machine()}
         arguments.json.write_text(

@@ -201,6 +201,7 @@ ONLY_IN: dict[str, set[str]] = {
         "worker.models.fused_streams",
         "worker.models.packed_experts",
         "worker.ring_attention",
+        "worker.models.fused_products",
     },
 }
 PURE = {"wire": {"socket", "threading", "time", "logging", "asyncio", "os"}}

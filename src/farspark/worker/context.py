@@ -24,7 +24,7 @@ from farspark.worker.memory import HEADROOM_BYTES, require_memory
 
 RingAttention = Callable[..., Tensor]
 # Longer heads leave a GPU's program no room for keys and values beside each other: the models' own attention serves those.
-LONGEST_FUSED_HEAD = 256
+LONGEST_FUSED_HEAD_BYTES = 1024
 
 SMALLER_CONTEXT = "lower the context or the slots (--context, --slots)"
 
@@ -59,7 +59,7 @@ class ContextStore:
     def __init__(self, shape: ContextShape, device: torch.device, attention: RingAttention | None = None) -> None:
         """`attention`: the device's own over keys and values, as `ring_attention.attend_ring`; None: that of the models."""
         self.shape = shape
-        self.attention = attention if shape.entry[-1] <= LONGEST_FUSED_HEAD else None
+        self.attention = attention if shape.entry[-1] * shape.dtype.itemsize <= LONGEST_FUSED_HEAD_BYTES else None
         self.zero_row = shape.slots * shape.context  # always zeros, never written
         self.scratch_row = self.zero_row + 1  # written for padding, never read
         self._block_row = self.zero_row + 2  # entries of the block in flight, one layer after the other

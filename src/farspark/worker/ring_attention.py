@@ -17,6 +17,10 @@ from torch import Tensor
 _PROGRAMS: Final = 512
 _SHORTEST_PART: Final = 64
 _LONGEST_PART: Final = 512
+# Queries times dimensions that a program sums up in its registers, and the keys it looks at together where heads are long.
+_SUMS: Final = 16 << 10
+_LONG_HEAD: Final = 256
+_KEYS_OF_LONG_HEADS: Final = 16
 # What every GPU from Ampere on has for one program, where torch does not say.
 _SHARED_BYTES: Final = 99 << 10
 
@@ -46,14 +50,14 @@ def _attend_kernel(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (b, h), s: all queries of request b that share key head h, over part s of the positions it sees.
+    """Program (b, h), s, q: queries q of those of request b that share key head h, over part s of the positions it sees.
 
     Part 0 begins with the block's own positions, so its greatest score is finite and the sum over parts never empty.
     """
     request, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     part = tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
-    q = tl.arange(0, QUERIES)
+    q = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
     column = tl.arange(0, COLUMNS)
     is_query, is_column = q < group * LENGTH, column < DIM
     place = (request * LENGTH + q % LENGTH) * HEADS + head * group + q // LENGTH
@@ -108,7 +112,7 @@ def _attend_kernel(
             total = total * shrink[:, None] + tl.dot(odds.to(values.dtype), values, input_precision=PRECISION)
             peak = higher
 
-    target = (tl.program_id(0) * tl.num_programs(1) + part) * QUERIES + q
+    target = (tl.program_id(0) * tl.num_programs(1) + part) * (tl.num_programs(2) * QUERIES) + q
     tl.store(peaks + target, peak)
     tl.store(weights + target, weight)
     tl.store(sums + target[:, None].to(tl.int64) * COLUMNS + column[None, :], total)
@@ -166,11 +170,13 @@ def attend_ring(
     """
     batch, length, heads, dim = query.shape
     kv_heads = kv.shape[2]
-    fair = int(triton.next_power_of_2(triton.cdiv(visible * batch * kv_heads, _PROGRAMS)))
-    part = min(max(fair, _SHORTEST_PART), _LONGEST_PART)
-    parts = max(1, triton.cdiv(visible, part))
     queries = max(16, int(triton.next_power_of_2(length * heads // kv_heads)))
     columns = max(16, int(triton.next_power_of_2(dim)))
+    together = min(queries, max(16, _SUMS // columns))
+    blocks = queries // together
+    fair = int(triton.next_power_of_2(triton.cdiv(visible * batch * kv_heads * blocks, _PROGRAMS)))
+    part = min(max(fair, _SHORTEST_PART), _LONGEST_PART)
+    parts = max(1, triton.cdiv(visible, part))
     shape = (batch * kv_heads, parts, queries)
     sums = torch.empty((*shape, columns), dtype=torch.float32, device=kv.device)
     peaks, weights = (torch.empty(shape, dtype=torch.float32, device=kv.device) for _ in range(2))
@@ -181,10 +187,10 @@ def attend_ring(
         "LENGTH": length,
         "DIM": dim,
         "COLUMNS": columns,
-        "QUERIES": queries,
     }
-    keys = 64 if part <= 128 else 32
-    _attend_kernel[(batch * kv_heads, parts)](
+    is_long = columns > _LONG_HEAD
+    keys = _KEYS_OF_LONG_HEADS if is_long else 64 if part <= 128 else 32
+    _attend_kernel[(batch * kv_heads, parts, blocks)](
         query,
         key_value,
         kv,
@@ -198,14 +204,16 @@ def attend_ring(
         parts * part,
         scale,
         **sizes,
+        QUERIES=together,
         OWN=max(16, int(triton.next_power_of_2(length))),
         PART=part,
         KEYS=keys,
         PRECISION="ieee" if kv.dtype == torch.float32 else "tf32",
-        num_stages=_stages(kv, queries * columns, 2 * keys * columns),
+        num_stages=_stages(kv, together * columns, 2 * keys * columns),
+        num_warps=8 if is_long else 4,
     )
     _combine_kernel[(batch * kv_heads, length * heads // kv_heads)](
-        sums, peaks, weights, out, parts, **sizes, PARTS=int(triton.next_power_of_2(parts))
+        sums, peaks, weights, out, parts, **sizes, QUERIES=queries, PARTS=int(triton.next_power_of_2(parts))
     )
     return out
 

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from farspark.worker.checkpoint import load_checkpoint
 from farspark.worker.context import ContextShape, ContextStore
-from farspark.worker.models import fused_streams
-from farspark.worker.models.base import Arithmetic
+from farspark.worker.models import fused_products, fused_streams
+from farspark.worker.models.base import Arithmetic, HeadProjections
 from farspark.worker.models.dense import seen
 from farspark.worker.models.experts import Experts, Routing
 from farspark.worker.models.families import DEFAULT_OPTIONS, build_model
-from farspark.worker.models.fused import FusedArithmetic, greedy_chain
-from farspark.worker.models.heads import VanillaMarkov, lowest_of_equals
+from farspark.worker.models.fused import FusedArithmetic
+from farspark.worker.models.heads import SoftCappedMarkov, VanillaMarkov, lowest_of_equals
 from farspark.worker.models.hyper_connections import HyperConnection, collapse, spread
-from farspark.worker.models.packed_experts import PackedExperts
+from farspark.worker.models.packed_experts import Matrices, PackedExperts
 from farspark.worker.models.quantised import decode_fp4
 from farspark.worker.ring_attention import attend_ring
 
@@ -49,23 +49,12 @@ class Cases:
 
     def pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         for rows, width in ((1, 96), (5, 128), (3, 2560)):
-            x, residual, weight = self.random(rows, 2, width), self.random(rows, 2, width), self.random(width)
+            x, weight = self.random(rows, 2, width), self.random(width)
             yield f"norm {rows}x{width}", self.plain.rms_norm(x, weight, EPS), self.fused.rms_norm(x, weight, EPS)
-            for name, a, b in zip(
-                ("normed", "sum"),
-                self.plain.add_rms_norm(x, residual, weight, EPS),
-                self.fused.add_rms_norm(x, residual, weight, EPS),
-                strict=True,
-            ):
-                yield f"add, norm {rows}x{width}: {name}", a, b
-            gate, up = x.repeat(1, 1, 2).chunk(2, dim=-1)
-            yield f"silu {rows}x{width}", self.plain.silu_times(gate, up), self.fused.silu_times(gate, up)
         for is_neox in (True, False):
             for batch, length, heads, dim in ((1, 5, 4, 64), (3, 2, 2, 80)):
                 cos, sin = self.rotation(batch, length, 1, dim // 2)
-                x, weight = self.random(batch, length, heads, dim), self.random(dim)
-                expected = self.plain.norm_rotate(x, weight, EPS, cos, sin, is_neox=is_neox)
-                yield "rotate a block", expected, self.fused.norm_rotate(x, weight, EPS, cos, sin, is_neox=is_neox)
+                weight = self.random(dim)
                 both = self.random(batch, length, 2, heads, dim)
                 expected = self.plain.norm_rotate_keys(both, weight, EPS, cos, sin, is_neox=is_neox)
                 actual = self.fused.norm_rotate_keys(both, weight, EPS, cos, sin, is_neox=is_neox)
@@ -78,23 +67,74 @@ class Cases:
                 actual = self.fused.norm_rotate_keys(layers, weights, EPS, cos, sin, is_neox=is_neox)
                 yield "keys of a context", expected, actual
 
+    def products(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        if self.device.type == "cpu":
+            # Several slices, also of small matrices.
+            fused_products._PROGRAMS_A_PROCESSOR, fused_products._LEAST_TURNS = 12, 1
+        # The last one has more rows than the kernel takes, the one before biases.
+        for batch, length, width, bias in (
+            (1, 5, 256, False),
+            (2, 3, 360, False),
+            (1, 5, 96, True),
+            (3, 11, 96, False),
+        ):
+            x, residual = self.random(batch, length, width), self.random(batch, length, 160)
+            weight = self.random(160, width, scale=width**-0.5)
+            biases = [self.random(size) if bias else None for size in (160, 256, 128)]
+            norms = self.random(160), self.random(160)
+            scalar = self.random(1)
+            for kind, arguments in (
+                ("add_norm", (weight, biases[0], residual, norms[0], EPS)),
+                ("norm_add_norm", (weight, biases[0], norms[0], residual, None, norms[1], EPS)),
+                ("norm_add_norm", (weight, biases[0], norms[0], residual, scalar, norms[1], EPS)),
+            ):
+                expected, actual = (getattr(one, "linear_" + kind)(x, *arguments) for one in (self.plain, self.fused))
+                yield f"product, {kind} of {batch}x{length}x{width}: normed", expected[0], actual[0]
+                yield f"product, {kind} of {batch}x{length}x{width}: sum", expected[1], actual[1]
+            for is_gelu in (False, True):
+                answers = [one.gated_linear(x, weight, is_gelu=is_gelu) for one in (self.plain, self.fused)]
+                yield f"product, gate of {batch}x{length}x{width}, gelu {is_gelu}", answers[0], answers[1]
+            for names, is_neox, norms_values in ((2, True, False), (1, True, True), (2, False, True)):
+                dim = 128 // names
+                cos, sin = self.rotation(batch, length, 1, dim // 2)
+                heads = HeadProjections(
+                    query=self.random(256, width, scale=width**-0.5),
+                    query_bias=biases[1],
+                    query_norm=self.random(dim),
+                    keys_values=self.random(128, width, scale=width**-0.5),
+                    keys_values_bias=biases[2],
+                    key_norm=self.random(dim),
+                    entry=(names, 1, dim),
+                    norms_values=norms_values,
+                )
+                expected, actual = (
+                    one.project_heads(x, heads, EPS, cos, sin, is_neox=is_neox) for one in (self.plain, self.fused)
+                )
+                yield f"queries of {batch}x{length}x{width}, {names} projections", expected[0], actual[0]
+                yield f"keys and values of {batch}x{length}x{width}, {names} projections", expected[1], actual[1]
+
     def chains(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        for requests, steps, vocabulary, rank, scale in (
-            (1, 3, 50, 16, 1.0),
-            (5, 4, 200, 24, 0.5),
-            (19, 2, 130, 0, 1.0),
+        for requests, steps, vocabulary, rank, scale, cap in (
+            (1, 3, 50, 16, 1.0, 0.0),
+            (5, 4, 200, 24, 0.5, 0.0),
+            (3, 2, 300, 16, 1.0, 5.0),
+            (19, 2, 300, 0, 1.0, 0.0),
         ):
             base = self.random(requests, steps, vocabulary, scale=3.0)
             if requests > 2:
                 base[2, 1, 7] = float("nan")
-                base[0] = torch.round(base[0])  # equal maxima
+                base[0] = 1.0  # without a bias nothing but equal maxima
             anchors = torch.randint(0, vocabulary, (requests,), generator=self._rng).to(self.device)
             w1 = self.random(vocabulary, rank) if rank else None
             w2 = self.random(vocabulary, rank) if rank else None
-            markov = None if w1 is None or w2 is None else VanillaMarkov(w1, w2, scale, self.plain)
+            markov = None
+            if w1 is not None and w2 is not None:
+                markov = SoftCappedMarkov(w1, w2, cap, self.plain) if cap else VanillaMarkov(w1, w2, scale, self.plain)
             previous, tokens, tops = anchors, [], []
             # The kernel's own tokens are forced, so that one near tie is one difference and not a chain of them.
-            chosen, best, embedded = greedy_chain(base, anchors, w1, w2, scale)
+            found = self.fused.greedy_chain(base, anchors, markov)
+            assert found is not None
+            chosen, best, embedded = found
             for step in range(steps):
                 logits = base[:, step]
                 if markov is not None:
@@ -105,7 +145,7 @@ class Cases:
                 tokens.append(ids)
                 tops.append(top)
                 previous = chosen[:, step]
-            name = f"chain of {requests}x{steps}, {vocabulary} tokens, rank {rank}"
+            name = f"{'capped ' if cap else ''}chain of {requests}x{steps}, {vocabulary} tokens, rank {rank}"
             yield f"{name}: logits", torch.stack(tops, 1), best
             same = (torch.stack(tokens, 1) == chosen).float().mean().item()
             share = 1.0 if self.dtype == torch.float32 else 0.98
@@ -113,7 +153,13 @@ class Cases:
 
     def attention(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         slots = torch.tensor([3, 0, 4, 1], device=self.device)
-        for heads, kv_heads, dim, context, length in ((4, 2, 64, 40, 5), (8, 2, 80, 700, 3), (5, 1, 128, 512, 7)):
+        for heads, kv_heads, dim, context, length in (
+            (4, 2, 64, 40, 5),
+            (8, 2, 80, 700, 3),
+            (5, 1, 128, 512, 7),
+            (16, 1, 256, 40, 5),
+            (16, 1, 512, 150, 7),
+        ):
             shape = ContextShape(1, (2, kv_heads, dim), slots=5, context=context, block=length, dtype=self.dtype)
             plain, fused = ContextStore(shape, self.device), ContextStore(shape, self.device, attend_ring)
             anchors = torch.tensor([0, context + 17, context // 2, 9], device=self.device)
@@ -138,19 +184,37 @@ class Cases:
                 yield f"{kind} attention of {heads} heads on {kv_heads}, context {context}", answers[0], answers[1]
 
     def experts(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        for count, inner, width, tokens, per_token in ((6, 96, 160, 7, 2), (4, 64, 64, 40, 3)):
+        for count, inner, width, tokens, per_token in ((5, 32, 352, 4, 2), (3, 96, 64, 11, 3)):
             packed = [
                 (self.bytes(256, count, rows, columns // 2), self.bytes(6, count, rows, columns // 32) + 118)
                 for rows, columns in ((inner, width), (inner, width), (width, inner))
             ]
             gate, up, down = (decode_fp4(one, 2.0 ** (scale.float() - 127), 32, self.dtype) for one, scale in packed)
             plain = Experts(torch.cat((gate, up), dim=1), down, 10.0, None, self.plain)
-            fused = PackedExperts(packed[0], packed[1], packed[2], 10.0, None, self.fused)
+            by_expert = [zip(*one, strict=True) for one in packed]
+            fused = PackedExperts(by_expert[0], by_expert[1], by_expert[2], 10.0, None, self.fused)
             chosen = [torch.randperm(count, generator=self._rng)[:per_token] for _ in range(tokens)]
             weights = torch.rand(tokens, per_token, generator=self._rng).to(self.device)
             routing = Routing(torch.stack(chosen).to(self.device), weights)
             x = self.random(tokens, width)
             yield f"{count} experts, {tokens} tokens", plain.looped(x, routing), fused(x, routing)
+
+    def codes(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Every code with every scale that counts, by a product with the identity: one addend, so nothing may be rounded."""
+        for rows, columns in ((48, 96), (16, 64)):
+            packed = (torch.arange(rows * columns // 2) * 37 % 256).to(torch.uint8).view(rows, -1).to(self.device)
+            scales = (torch.arange(rows * columns // 32) * 11 % 226 + 25).to(torch.uint8).view(rows, -1).to(self.device)
+            matrices = Matrices([(packed, scales)], 1)
+            # Some of the identity's rows, as many pairs as two programs take and one more.
+            identity = torch.eye(columns, dtype=self.dtype, device=self.device)
+            found = []
+            for start in range(0, columns, 17):
+                some = identity[start : start + 17]
+                sums = matrices.times(some, torch.zeros(len(some), dtype=torch.int64, device=self.device))
+                found.append(sums.sum(dim=0).squeeze(1))
+            decoded = decode_fp4(packed, 2.0 ** (scales.float() - 127), 32, torch.float32)
+            same = torch.equal(torch.cat(found).T, decoded)
+            yield f"codes of {rows}x{columns} exact: {same}", torch.tensor(True), torch.tensor(same)
 
     def streams(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         for batch, length, width in ((1, 5, 96), (3, 2, 700)):
@@ -217,7 +281,15 @@ def differs(expected: Tensor, actual: Tensor, dtype: torch.dtype) -> float:
 
 def main(device: torch.device, dtype: torch.dtype, plant: bool) -> int:
     cases = Cases(device, dtype)
-    sources = (cases.pairs(), cases.chains(), cases.attention(), cases.experts(), cases.streams())
+    sources = (
+        cases.pairs(),
+        cases.products(),
+        cases.chains(),
+        cases.attention(),
+        cases.codes(),
+        cases.experts(),
+        cases.streams(),
+    )
     with tempfile.TemporaryDirectory() as folder:
         # Whole models in float32 only: in bf16 one rounding may turn a choice of experts.
         whole = (cases.whole_models(Path(folder)),) if dtype == torch.float32 else ()

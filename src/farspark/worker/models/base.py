@@ -25,6 +25,19 @@ if TYPE_CHECKING:
 VOCABULARY_BLOCK = 256
 
 
+class HeadProjections(NamedTuple):
+    """What makes a layer's queries, keys and values. Weights [out, in], biases [out] or None, norms [d]."""
+
+    query: Tensor
+    query_bias: Tensor | None
+    query_norm: Tensor
+    keys_values: Tensor
+    keys_values_bias: Tensor | None
+    key_norm: Tensor
+    entry: tuple[int, int, int]  # projections (2, or 1 where values are keys), kv heads, d
+    norms_values: bool  # values are normed too, without a weight
+
+
 class Footprint(NamedTuple):
     """Bytes that a model takes, known from its config."""
 
@@ -109,6 +122,53 @@ class Arithmetic:
         weight = weight if weight.dim() == 1 else weight[:, None, None, :]
         keys = self.norm_rotate(keys_values[:, :, 0], weight, eps, cos, sin, is_neox=is_neox)
         return torch.stack((keys, keys_values[:, :, 1]), dim=2)
+
+    def project_heads(
+        self, x: Tensor, projections: HeadProjections, eps: float, cos: Tensor, sin: Tensor, *, is_neox: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(query [B, Q, heads, d], key_value [B, Q, 2, kv heads, d]) of x [B, Q, hidden], as `attend` takes them."""
+        shape, entry = x.shape[:2], projections.entry
+        query = self.linear(x, projections.query, projections.query_bias).view(*shape, -1, entry[-1])
+        query = self.norm_rotate(query, projections.query_norm, eps, cos, sin, is_neox=is_neox)
+        projected = self.linear(x, projections.keys_values, projections.keys_values_bias).view(*shape, *entry)
+        if projections.norms_values:
+            projected = self.with_normed_values(projected, eps)
+        return query, self.norm_rotate_keys(projected, projections.key_norm, eps, cos, sin, is_neox=is_neox)
+
+    def with_normed_values(self, projected: Tensor, eps: float) -> Tensor:
+        """Keys and values [A, T, 2, kv heads, d] of projections [A, T, 1 or 2, kv heads, d], values normed without a weight."""
+        values = self.wide_rms_norm(projected[:, :, -1:], None, eps)
+        return torch.cat((projected[:, :, :1], values), dim=2)
+
+    def linear_add_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`add_rms_norm` of a product."""
+        return self.add_rms_norm(self.linear(x, weight, bias), residual, norm, eps)
+
+    def linear_norm_add_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        own_norm: Tensor,
+        residual: Tensor,
+        scalar: Tensor | None,
+        norm: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """(RMSNorm(t), t) of t = s · (RMSNorm(a product) + residual), each step rounded; `scalar` None: s is 1."""
+        total = self.round(self.rms_norm(self.linear(x, weight, bias), own_norm, eps) + residual)
+        if scalar is not None:
+            total = self.round(total * scalar)
+        return self.rms_norm(total, norm, eps), total
+
+    def gated_linear(self, x: Tensor, gate_up: Tensor, *, is_gelu: bool = False) -> Tensor:
+        """activation(a) · b of a product [a, b]: SiLU, or GELU by its tanh."""
+        gate, up = self.linear(x, gate_up).chunk(2, dim=-1)
+        if is_gelu:
+            return self.round(self.round(F.gelu(gate, approximate="tanh")) * up)
+        return self.silu_times(gate, up)
 
     def attend(
         self,

@@ -11,6 +11,7 @@ product goes through fp8 first, and so do the context's vectors, as in DeepSeek'
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -147,7 +148,6 @@ class DeepseekV4:
 
     def block(self, tokens: Tensor, positions: Tensor, context: BlockContext) -> Tensor:
         """The last stream's collapse, in front of the norm: the confidence reads it so, the logits norm it."""
-        config, arithmetic = self._config, self.arithmetic
         return self._through_stages(tokens, positions, context)
 
     def routing_margins(self, tokens: Tensor, positions: Tensor, context: BlockContext) -> Tensor:
@@ -159,6 +159,7 @@ class DeepseekV4:
         self, tokens: Tensor, positions: Tensor, context: BlockContext, margins: list[Tensor] | None = None
     ) -> Tensor:
         """`block`; takes note in `margins` of each stage's, [B * Q]."""
+        config, arithmetic = self._config, self.arithmetic
         rotation = self._rotation(positions)
         stream = F.embedding(tokens, self._embedding).unsqueeze(-2).expand(-1, -1, config.hc_mult, -1)
         before = torch.zeros((*tokens.shape, config.hc_mult), dtype=torch.float32, device=tokens.device)
@@ -168,9 +169,9 @@ class DeepseekV4:
                 mixes = arithmetic.mixes(mixes_of, stream)
                 x = arithmetic.collapse(stream, before if config.is_v41 else mixes.pre, norm, config.rms_norm_eps)
                 is_attention = mixes_of is stage.attention_mixes
-                output = self._attend(index, x, rotation, context) if is_attention else self._mix_experts(stage, x)
                 if margins is not None and not is_attention:
                     margins.append(stage.router.margins(x.flatten(0, 1)))
+                output = self._attend(index, x, rotation, context) if is_attention else self._mix_experts(stage, x)
                 stream = arithmetic.spread(output, stream, mixes)
                 before = mixes.pre
         return arithmetic.collapse(stream, before if self._head_mix is None else self._head_mix(stream))
@@ -269,7 +270,7 @@ class _Weights:
         config = self.config
         kind = self.arithmetic.packed_experts
         if kind is not None and self._tensors[f"{prefix}0.w1.scale"].dtype == torch.float8_e8m0fnu:
-            matrices = [self.packed(prefix, name) for name in ("w1", "w3", "w2")]
+            matrices = (self.packed(prefix, name) for name in ("w1", "w3", "w2"))
             return kind(*matrices, config.swiglu_limit, self.group, self.arithmetic)
         inner, hidden = config.moe_intermediate_size, config.hidden_size
         device = self._tensors[f"{prefix}0.w1.weight"].device
@@ -283,15 +284,13 @@ class _Weights:
                 place.copy_(_checked(full, decode_fp4(packed, scale, FP4_GROUP, dtype)))
         return Experts(gate_up, down, config.swiglu_limit, self.group, self.arithmetic)
 
-    def packed(self, prefix: str, name: str) -> tuple[Tensor, Tensor]:
+    def packed(self, prefix: str, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         """One matrix of every routed expert under `prefix` and its scales, uint8, one expert after the other."""
-        weights, scales = [], []
         for expert in range(self.config.experts):
             full = f"{prefix}{expert}.{name}"
-            weights.append(self._tensors.pop(full + ".weight").view(torch.uint8))
+            weight, scale = self._tensors.pop(full + ".weight"), self._tensors.pop(full + ".scale")
             # Codes are numbers, all of them; a scale may be none.
-            scales.append(_checked(full, self._tensors.pop(full + ".scale")).view(torch.uint8))
-        return torch.stack(weights), torch.stack(scales)
+            yield weight.view(torch.uint8), _checked(full, scale).view(torch.uint8)
 
     def hyper_connection(self, prefix: str) -> HyperConnection:
         config = self.config
@@ -354,7 +353,7 @@ def footprint(config: DeepseekV4Config, arithmetic: Arithmetic, device: torch.de
     """
     on_cpu = device.type == "cpu"
     matrix = config.experts * config.moe_intermediate_size * config.hidden_size // 2
-    making = 0 if on_cpu else matrix if arithmetic.packed_experts is not None else 3 * matrix
+    making = 0 if on_cpu else 2 * matrix if arithmetic.packed_experts is not None else 3 * matrix
     return Footprint(weight_bytes(config, arithmetic, on_cpu=on_cpu), making)
 
 

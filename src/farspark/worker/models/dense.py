@@ -11,7 +11,7 @@ from torch import Tensor
 
 from farspark.errors import CheckpointError
 from farspark.worker.checkpoint import D2T, DenseConfig
-from farspark.worker.models.base import Arithmetic, Footprint
+from farspark.worker.models.base import Arithmetic, Footprint, HeadProjections
 from farspark.worker.models.heads import (
     ConfidenceHead,
     GatedMarkov,
@@ -76,7 +76,7 @@ class KeysValues:
     ) -> None:
         self._arithmetic = arithmetic
         self._layers = config.num_layers
-        self._entry = len(names), config.num_kv_heads, config.head_dim
+        self.entry = len(names), config.num_kv_heads, config.head_dim
         self._width = len(names) * config.num_kv_heads * config.head_dim
         projections = [f"layers.{index}.self_attn.{name}." for index in range(config.num_layers) for name in names]
         # [layers * names * kv heads * d, hidden]
@@ -86,13 +86,34 @@ class KeysValues:
     def of_context(self, combined: Tensor) -> Tensor:
         """[M, hidden] -> [layers, M, names, kv heads, d]"""
         projected = self._arithmetic.linear(combined, self._weight, self._bias)
-        return projected.view(-1, self._layers, *self._entry).transpose(0, 1)
+        return projected.view(-1, self._layers, *self.entry).transpose(0, 1)
 
-    def of_block(self, layer: int, normed: Tensor) -> Tensor:
-        """[B, Q, hidden] -> [B, Q, names, kv heads, d]"""
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """The weight [names * kv heads * d, hidden] and the bias of one layer."""
         own = slice(layer * self._width, (layer + 1) * self._width)
-        projected = self._arithmetic.linear(normed, self._weight[own], None if self._bias is None else self._bias[own])
-        return projected.view(*normed.shape[:2], *self._entry)
+        return self._weight[own], None if self._bias is None else self._bias[own]
+
+
+def head_projections(
+    layers: Sequence[Layer], keys_values: KeysValues, *, norms_values: bool = False
+) -> list[HeadProjections]:
+    """Of every layer."""
+    found = []
+    for index, layer in enumerate(layers):
+        weight, bias = keys_values.of_layer(index)
+        found.append(
+            HeadProjections(
+                query=layer.query,
+                query_bias=layer.query_bias,
+                query_norm=layer.query_norm,
+                keys_values=weight,
+                keys_values_bias=bias,
+                key_norm=layer.key_norm,
+                entry=keys_values.entry,
+                norms_values=norms_values,
+            )
+        )
+    return found
 
 
 def take_markov(

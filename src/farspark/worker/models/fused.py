@@ -14,30 +14,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from farspark.worker.models import fused_streams
-from farspark.worker.models.base import Arithmetic
-from farspark.worker.models.heads import MarkovHead, VanillaMarkov
+from farspark.worker.models import fused_products, fused_streams
+from farspark.worker.models.base import Arithmetic, HeadProjections
+from farspark.worker.models.heads import MarkovHead, SoftCappedMarkov, VanillaMarkov
 from farspark.worker.models.hyper_connections import HyperConnection, Mixes
 from farspark.worker.models.packed_experts import PackedExperts
 
-# Rows of the Markov head's second matrix that one program reads, at most, and the bytes of them that also a GPU with 99 KiB of
-# shared memory has room for.
-_VOCABULARY_ROWS: Final = 128
-_TILE_BYTES: Final = 64 << 10
+# Rows of the Markov head's second matrix that a program reads at once, at most, and the bytes of them; how many of these parts
+# are on their way from memory. A GPU with 99 KiB of shared memory has room for them too.
+_VOCABULARY_ROWS: Final = 64
+_TILE_BYTES: Final = 32 << 10
+_CHAIN_STAGES: Final = 3
+_CHAIN_WARPS: Final = 4
+_PROGRAMS_A_PROCESSOR: Final = 2
 # Requests that share one reading of it: the least number of columns that a tensor core takes.
 _REQUESTS: Final = 16
 
 
 @triton.jit
-def _rms_norm_kernel(x, residual, weight, normed, total, width, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x, weight, normed, width, eps, BLOCK: tl.constexpr):
     """Program r: row r of [rows, width], contiguous."""
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
     values = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        values += tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(total + row + column, values.to(total.dtype.element_ty), mask=inside)
     values *= tl.rsqrt(tl.sum(values * values) / width + eps)
     dtype = normed.dtype.element_ty
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -65,7 +65,7 @@ def _norm_rotate_kernel(
     NEOX: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Program (a, t), (p, h): one head of one token. Part 0 is normed and rotated, part 1 (values) is copied.
+    """Program (a, t), (p, h): one head of one token. Part 0 (keys) is normed and rotated, part 1 (values) is copied.
 
     x [A, T, parts, heads, d] by strides, out the same contiguous; cos and sin [A, T, d/2] with A's stride given.
     """
@@ -101,19 +101,16 @@ def _norm_rotate_kernel(
 
 
 @triton.jit
-def _silu_times_kernel(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr):
-    """Program (r, c): columns c of row r."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    dtype = out.dtype.element_ty
-    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    gated = (g * tl.sigmoid(g)).to(dtype).to(tl.float32)
-    tl.store(out + row * width + column, (gated * u).to(dtype), mask=inside)
+def _tanh(x):
+    """Within a few steps of float32, also around 0."""
+    square = x * x
+    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0 + square * 62.0 / 2835.0))))
+    shrunk = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0.0, -far, far))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step", "steps", "requests"])
 def _chain_kernel(
     base,
     w1,
@@ -130,50 +127,67 @@ def _chain_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     REQUESTS: tl.constexpr,
-    IS_SCALED: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (v, g): rows v of the vocabulary compete for position `step` of requests g.
+    """Program (v, g): tiles v, v + programs and so on of the vocabulary compete for position `step` of requests g.
 
     `best` int64 [requests, steps] holds a key for each position: the logit above, the complement of the id below, so that
     the greatest key is the lowest id with the greatest logit. NaN is above every number, and stands for the last id.
+    Every second position goes backwards, through what of w2 the cache still holds.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     request = tl.program_id(1) * REQUESTS + tl.arange(0, REQUESTS)
-    in_vocabulary, is_asked = row < vocabulary, request < requests
-    mask = in_vocabulary[:, None] & is_asked[None, :]
+    is_asked = request < requests
     dtype = base.dtype.element_ty
-    logits = tl.load(base + request[None, :].to(tl.int64) * base_stride + row[:, None], mask=mask, other=0.0)
     if RANK > 0:
-        column = tl.arange(0, COLUMNS)
-        tile = tl.load(
-            w2 + row[:, None].to(tl.int64) * RANK + column[None, :],
-            mask=in_vocabulary[:, None] & (column < RANK)[None, :],
-            other=0.0,
-        )
         if step == 0:
             previous = tl.load(anchors + request, mask=is_asked, other=0)
         else:
             won = tl.load(best + request * steps + step - 1, mask=is_asked, other=0xFFFFFFFF)
             previous = 0xFFFFFFFF - (won & 0xFFFFFFFF)
+        column = tl.arange(0, COLUMNS)
         embedded = tl.load(
             w1 + previous[None, :] * RANK + column[:, None],
             mask=is_asked[None, :] & (column < RANK)[:, None],
             other=0.0,
         )
-        bias = tl.dot(tile, embedded, input_precision=PRECISION).to(dtype)
-        if IS_SCALED:
-            bias = (bias.to(tl.float32) * scale).to(dtype)
-        logits = (logits.to(tl.float32) + bias.to(tl.float32)).to(dtype)
-    wide = logits.to(tl.float32)
-    # Floats in their own order as integers: the bits of a negative one count downwards.
-    bits = wide.to(tl.int32, bitcast=True)
-    bits = tl.where(wide == 0.0, 0, bits)
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    order = tl.where(wide != wide, 0x7FFFFFFF, order)
-    token = tl.where(wide != wide, vocabulary - 1, row[:, None])
+    order = tl.full([ROWS, REQUESTS], -0x80000000, tl.int32)
+    token = tl.zeros([ROWS, REQUESTS], tl.int32)
+    count = tl.cdiv(tl.cdiv(vocabulary, ROWS) - tl.program_id(0), tl.num_programs(0))
+    start = tl.where(step % 2 == 0, 0, count - 1)
+    turn = tl.where(step % 2 == 0, 1, -1)
+    for at in tl.range(0, count, num_stages=STAGES):
+        row = (tl.program_id(0) + (start + turn * at) * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
+        in_vocabulary = row < vocabulary
+        mask = in_vocabulary[:, None] & is_asked[None, :]
+        if RANK > 0:
+            tile = tl.load(
+                w2 + row[:, None].to(tl.int64) * RANK + column[None, :],
+                mask=in_vocabulary[:, None] & (column < RANK)[None, :],
+                other=0.0,
+            )
+        logits = tl.load(base + request[None, :].to(tl.int64) * base_stride + row[:, None], mask=mask, other=0.0)
+        if RANK > 0:
+            bias = tl.dot(tile, embedded, input_precision=PRECISION).to(dtype)
+            if BIAS == "scaled":
+                bias = (bias.to(tl.float32) * scale).to(dtype)
+            if BIAS == "capped":
+                # As torch divides by a number on a GPU.
+                bias = (bias.to(tl.float32) * (1.0 / scale)).to(dtype)
+                bias = (_tanh(bias.to(tl.float32)).to(dtype).to(tl.float32) * scale).to(dtype)
+            logits = (logits.to(tl.float32) + bias.to(tl.float32)).to(dtype)
+        wide = logits.to(tl.float32)
+        # Floats in their own order as integers: the bits of a negative one count downwards.
+        bits = wide.to(tl.int32, bitcast=True)
+        bits = tl.where(wide == 0.0, 0, bits)
+        new_order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        new_order = tl.where(wide != wide, 0x7FFFFFFF, new_order)
+        new_token = tl.where(wide != wide, vocabulary - 1, row[:, None])
+        is_better = mask & ((new_order > order) | ((new_order == order) & (new_token < token)))
+        order = tl.where(is_better, new_order, order)
+        token = tl.where(is_better, new_token, token)
     key = (order.to(tl.int64) << 32) + (0xFFFFFFFF - token.to(tl.int64))
-    key = tl.where(mask, key, -0x7FFFFFFFFFFFFFFF)
     tl.atomic_max(best + request * steps + step, tl.max(key, axis=0), mask=is_asked)
 
 
@@ -211,47 +225,24 @@ class FusedArithmetic(Arithmetic):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dim() != 1:
             return super().rms_norm(x, weight, eps)
-        return self._norm(x, None, weight, eps)[0]
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return self._norm(x, residual, weight, eps)
-
-    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         width = x.shape[-1]
         rows = x.contiguous().view(-1, width)
         normed = torch.empty_like(rows, dtype=self.dtype)
-        total = normed if residual is None else torch.empty_like(normed)
-        added = rows if residual is None else residual.contiguous()
         block = _power_of_two(width)
         _rms_norm_kernel[(len(rows),)](
-            rows,
-            added,
-            weight,
-            normed,
-            total,
-            width,
-            eps,
-            HAS_RESIDUAL=residual is not None,
-            BLOCK=block,
-            num_warps=8 if block > 2048 else 4,
+            rows, weight, normed, width, eps, BLOCK=block, num_warps=8 if block > 2048 else 4
         )
-        return normed.view(x.shape), total.view(x.shape)
-
-    def norm_rotate(self, x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, *, is_neox: bool) -> Tensor:
-        return self._norm_rotate(x.unsqueeze(-3), weight, eps, cos, sin, is_neox).squeeze(-3)
+        return normed.view(x.shape)
 
     def norm_rotate_keys(
         self, keys_values: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, *, is_neox: bool
     ) -> Tensor:
-        return self._norm_rotate(keys_values, weight, eps, cos, sin, is_neox)
-
-    def _norm_rotate(self, x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
-        outer, tokens, parts, heads, dim = x.shape
-        out = torch.empty(x.shape, dtype=self.dtype, device=x.device)
-        strides = x.stride()
+        outer, tokens, parts, heads, dim = keys_values.shape
+        out = torch.empty(keys_values.shape, dtype=self.dtype, device=keys_values.device)
+        strides = keys_values.stride()
         cos, sin = cos.contiguous(), sin.contiguous()
         _norm_rotate_kernel[(outer * tokens, parts * heads)](
-            x if strides[-1] == 1 else x.contiguous(),
+            keys_values if strides[-1] == 1 else keys_values.contiguous(),
             weight,
             cos,
             sin,
@@ -270,15 +261,46 @@ class FusedArithmetic(Arithmetic):
         )
         return out
 
-    def silu_times(self, gate: Tensor, up: Tensor) -> Tensor:
-        width = gate.shape[-1]
-        rows_gate, rows_up = gate.view(-1, width), up.view(-1, width)
-        out = torch.empty(rows_gate.shape, dtype=self.dtype, device=gate.device)
-        block = 1024
-        _silu_times_kernel[(len(out), triton.cdiv(width, block))](
-            rows_gate, rows_up, out, rows_gate.stride(0), rows_up.stride(0), width, BLOCK=block
+    def project_heads(
+        self, x: Tensor, projections: HeadProjections, eps: float, cos: Tensor, sin: Tensor, *, is_neox: bool
+    ) -> tuple[Tensor, Tensor]:
+        sums = fused_products.products(
+            x, projections.query, projections.query_bias, projections.keys_values, projections.keys_values_bias
         )
-        return out.view(gate.shape)
+        query, key_value = fused_products.heads(
+            *sums,
+            projections.query_norm,
+            projections.key_norm,
+            eps,
+            cos,
+            sin,
+            projections.entry,
+            is_neox=is_neox,
+            norms_values=projections.norms_values,
+        )
+        return query.view(*x.shape[:2], *query.shape[1:]), key_value.view(*x.shape[:2], *key_value.shape[1:])
+
+    def linear_add_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return fused_products.add_norm(fused_products.product(x, weight, bias), residual, norm, eps)
+
+    def linear_norm_add_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        own_norm: Tensor,
+        residual: Tensor,
+        scalar: Tensor | None,
+        norm: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        sums = fused_products.product(x, weight, bias)
+        return fused_products.add_norm(sums, residual, norm, eps, own_norm=own_norm, scalar=scalar)
+
+    def gated_linear(self, x: Tensor, gate_up: Tensor, *, is_gelu: bool = False) -> Tensor:
+        return fused_products.gate(fused_products.product(x, gate_up), x, is_gelu=is_gelu)
 
     def mixes(self, connection: HyperConnection, stream: Tensor) -> Mixes:
         return fused_streams.mixes(connection, stream)
@@ -293,19 +315,28 @@ class FusedArithmetic(Arithmetic):
         self, base: Tensor, anchors: Tensor, markov: MarkovHead | None
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         if markov is None:
-            return greedy_chain(base, anchors, None, None, 1.0)
+            return greedy_chain(base, anchors, None, None)
+        if type(markov) is VanillaMarkov:
+            return greedy_chain(base, anchors, markov.w1, markov.w2, scale=markov.scale)
+        if type(markov) is SoftCappedMarkov:
+            return greedy_chain(base, anchors, markov.w1, markov.w2, soft_cap=markov.cap)
         # A head that reads the hidden state or keeps one of its own goes step by step.
-        return (
-            greedy_chain(base, anchors, markov.w1, markov.w2, markov.scale) if type(markov) is VanillaMarkov else None
-        )
+        return None
 
 
 def greedy_chain(
-    base: Tensor, anchors: Tensor, w1: Tensor | None, w2: Tensor | None, scale: float
+    base: Tensor,
+    anchors: Tensor,
+    w1: Tensor | None,
+    w2: Tensor | None,
+    *,
+    scale: float = 1.0,
+    soft_cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The sequential stage: every position's token given the one before it, one launch a position.
 
-    `base` [B, steps, vocabulary] contiguous; `anchors` int64 [B]; `w1` and `w2` [vocabulary, r], or None.
+    `base` [B, steps, vocabulary] contiguous; `anchors` int64 [B]; `w1` and `w2` [vocabulary, r], or None. The bias is
+    multiplied by `scale` or capped as `heads.SoftCappedMarkov` does (0: not), not both.
     Returns tokens int64 [B, steps] (the lowest id with the greatest logit), those logits float32 [B, steps] (NaN where any
     logit of the position is), and the embeddings of the tokens before [B, steps, r].
     """
@@ -318,10 +349,13 @@ def greedy_chain(
     embedded = None if w1 is None else torch.empty((requests, steps, rank), dtype=w1.dtype, device=device)
     nothing: Any = base
     columns = _power_of_two(rank, 16)
-    rows = min(_VOCABULARY_ROWS, _TILE_BYTES // (columns * base.itemsize))
+    row_bytes = columns * (base if w2 is None else w2).itemsize
+    rows = min(_VOCABULARY_ROWS, _TILE_BYTES // row_bytes)
+    tiles = triton.cdiv(vocabulary, rows)
+    programs = min(tiles, _processors(device) * _PROGRAMS_A_PROCESSOR)
     sizes = {"RANK": rank, "COLUMNS": columns}
     for step in range(steps):
-        _chain_kernel[(triton.cdiv(vocabulary, rows), triton.cdiv(requests, _REQUESTS))](
+        _chain_kernel[(programs, triton.cdiv(requests, _REQUESTS))](
             base[:, step],
             nothing if w1 is None else w1,
             nothing if w2 is None else w2,
@@ -332,12 +366,14 @@ def greedy_chain(
             steps,
             vocabulary,
             requests,
-            scale,
+            soft_cap or scale,
             **sizes,
             ROWS=rows,
             REQUESTS=_REQUESTS,
-            IS_SCALED=scale != 1.0,
+            STAGES=_CHAIN_STAGES,
+            BIAS="capped" if soft_cap else "scaled" if scale != 1.0 else "plain",
             PRECISION="ieee" if w2 is None or w2.dtype == torch.float32 else "tf32",
+            num_warps=_CHAIN_WARPS,
         )
     _chosen_kernel[(requests, steps)](
         best,
@@ -351,3 +387,7 @@ def greedy_chain(
         **sizes,
     )
     return chosen, tops, embedded
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

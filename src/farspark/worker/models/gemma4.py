@@ -17,6 +17,7 @@ from farspark.worker.checkpoint import EMBEDDING, LM_HEAD, Gemma4DSparkConfig
 from farspark.worker.models.base import Arithmetic, BlockContext
 from farspark.worker.models.dense import (
     KeysValues,
+    head_projections,
     inverse_frequencies,
     rotation,
     take_confidence,
@@ -75,6 +76,7 @@ class Gemma4DSpark:
         ]
         names = ("k_proj",) if config.values_are_keys else ("k_proj", "v_proj")
         self._keys_values = KeysValues(config, rest, names, arithmetic)
+        self._heads = head_projections(self._layers, self._keys_values, norms_values=True)
         self._key_norms = torch.stack([layer.key_norm for layer in self._layers])
         soft_cap = 0.0 if as_trained else config.soft_cap
         self.markov = take_markov(config, rest, vocab_size, arithmetic, soft_cap=soft_cap)
@@ -86,30 +88,28 @@ class Gemma4DSpark:
         config, arithmetic = self._config, self.arithmetic
         combined = arithmetic.linear(rows, self._fc)
         combined = arithmetic.rms_norm(combined, self._hidden_norm, config.rms_norm_eps)
-        return self._entries(self._keys_values.of_context(combined), self._key_norms, *self._rotation(positions))
+        projected = arithmetic.with_normed_values(self._keys_values.of_context(combined), config.rms_norm_eps)
+        cos, sin = self._rotation(positions)
+        return arithmetic.norm_rotate_keys(projected, self._key_norms, config.rms_norm_eps, cos, sin, is_neox=True)
 
     def block(self, tokens: Tensor, positions: Tensor, context: BlockContext) -> Tensor:
         config, arithmetic = self._config, self.arithmetic
-        batch, length = tokens.shape
         eps, round_ = config.rms_norm_eps, arithmetic.round
         cos, sin = self._rotation(positions)
         hidden = round_(F.embedding(tokens, self._embedding) * self._embedding_scale)
-        for index, (layer, closing) in enumerate(zip(self._layers, self._closings, strict=True)):
-            normed = arithmetic.rms_norm(hidden, layer.input_norm, eps)
-            query = arithmetic.linear(normed, layer.query, layer.query_bias)
-            query = query.view(batch, length, config.num_heads, config.head_dim)
-            query = arithmetic.norm_rotate(query, layer.query_norm, eps, cos, sin, is_neox=True)
-            entries = self._entries(self._keys_values.of_block(index, normed), layer.key_norm, cos, sin)
+        normed = arithmetic.rms_norm(hidden, self._layers[0].input_norm, eps)
+        next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
+        for index, (layer, closing, next_norm) in enumerate(zip(self._layers, self._closings, next_norms, strict=True)):
+            query, entries = arithmetic.project_heads(normed, self._heads[index], eps, cos, sin, is_neox=True)
             attended = round_(arithmetic.attend(context, index, query, entries, 1.0))
-            attended = arithmetic.linear(attended, layer.output, layer.output_bias)
-            hidden = round_(arithmetic.rms_norm(attended, closing.attention_norm, eps) + hidden)
-            normed = arithmetic.rms_norm(hidden, layer.mlp_norm, eps)
-            gate, up = arithmetic.linear(normed, layer.gate_up).chunk(2, dim=-1)
-            inner = round_(round_(F.gelu(gate, approximate="tanh")) * up)
-            inner = arithmetic.linear(inner, layer.down)
-            hidden = round_(arithmetic.rms_norm(inner, closing.out_norm, eps) + hidden)
-            hidden = round_(hidden * closing.scalar)
-        return arithmetic.rms_norm(hidden, self._norm, eps)
+            normed, hidden = arithmetic.linear_norm_add_norm(
+                attended, layer.output, layer.output_bias, closing.attention_norm, hidden, None, layer.mlp_norm, eps
+            )
+            inner = arithmetic.gated_linear(normed, layer.gate_up, is_gelu=True)
+            normed, hidden = arithmetic.linear_norm_add_norm(
+                inner, layer.down, None, closing.out_norm, hidden, closing.scalar, next_norm, eps
+            )
+        return normed
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         logits = self.arithmetic.vocabulary_linear(hidden, self._lm_head)
@@ -118,10 +118,3 @@ class Gemma4DSpark:
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rotation(positions, self._frequencies, self.arithmetic.dtype)
-
-    def _entries(self, projected: Tensor, key_norm: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Keys and values [A, T, 2, kv heads, d] of projections [A, T, 1 or 2, kv heads, d]; `key_norm` [d] or [A, d]."""
-        arithmetic, eps = self.arithmetic, self._config.rms_norm_eps
-        values = arithmetic.wide_rms_norm(projected[:, :, -1:], None, eps)
-        keys_values = torch.cat((projected[:, :, :1], values), dim=2)
-        return arithmetic.norm_rotate_keys(keys_values, key_norm, eps, cos, sin, is_neox=True)

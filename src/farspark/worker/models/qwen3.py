@@ -15,6 +15,7 @@ from farspark.worker.checkpoint import EMBEDDING, LM_HEAD, Qwen3DSparkConfig
 from farspark.worker.models.base import Arithmetic, BlockContext
 from farspark.worker.models.dense import (
     KeysValues,
+    head_projections,
     inverse_frequencies,
     rotation,
     seen,
@@ -57,6 +58,7 @@ class Qwen3DSpark:
             take_layer(rest, index, mlp_norm="post_attention_layernorm") for index in range(config.num_layers)
         ]
         self._keys_values = KeysValues(config, rest, ("k_proj", "v_proj"), arithmetic)
+        self._heads = head_projections(self._layers, self._keys_values)
         self._key_norms = torch.stack([layer.key_norm for layer in self._layers])
         self.markov = take_markov(config, rest, rows, arithmetic, scale=config.logit_scale)
         self.confidence = take_confidence(config, rest)
@@ -75,27 +77,22 @@ class Qwen3DSpark:
 
     def block(self, tokens: Tensor, positions: Tensor, context: BlockContext) -> Tensor:
         config, arithmetic = self._config, self.arithmetic
-        batch, length = tokens.shape
         eps, is_neox = config.rms_norm_eps, config.rope_is_neox
         scale = config.head_dim**-0.5
         cos, sin = self._rotation(positions)
-        masks = self._seen(length, context)
+        masks = self._seen(tokens.shape[1], context)
         residual = F.embedding(tokens, self._embedding)
         normed = arithmetic.rms_norm(residual, self._layers[0].input_norm, eps)
         # Each layer ends in the norm that comes next: adding and norming are one step for vLLM, and rounded as one.
         next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
-            query = arithmetic.linear(normed, layer.query, layer.query_bias)
-            query = query.view(batch, length, config.num_heads, config.head_dim)
-            query = arithmetic.norm_rotate(query, layer.query_norm, eps, cos, sin, is_neox=is_neox)
-            projected = self._keys_values.of_block(index, normed)
-            key_value = arithmetic.norm_rotate_keys(projected, layer.key_norm, eps, cos, sin, is_neox=is_neox)
+            query, key_value = arithmetic.project_heads(normed, self._heads[index], eps, cos, sin, is_neox=is_neox)
             attended = arithmetic.round(arithmetic.attend(context, index, query, key_value, scale, masks[index]))
-            hidden = arithmetic.linear(attended, layer.output, layer.output_bias)
-            normed, residual = arithmetic.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
-            gate, up = arithmetic.linear(normed, layer.gate_up).chunk(2, dim=-1)
-            hidden = arithmetic.linear(arithmetic.silu_times(gate, up), layer.down)
-            normed, residual = arithmetic.add_rms_norm(hidden, residual, next_norm, eps)
+            normed, residual = arithmetic.linear_add_norm(
+                attended, layer.output, layer.output_bias, residual, layer.mlp_norm, eps
+            )
+            inner = arithmetic.gated_linear(normed, layer.gate_up)
+            normed, residual = arithmetic.linear_add_norm(inner, layer.down, None, residual, next_norm, eps)
         return normed
 
     def base_logits(self, hidden: Tensor) -> Tensor:
