@@ -222,7 +222,7 @@ class Rig:
             submission = self.submission()
 
             def one_round() -> None:
-                handoff.begin(lambda: self.gather.pack(self.step))
+                handoff.begin(self.gather.pack, self.step, prepare=self.gather.prepare)
                 handoff.submit(submission)
 
             found = self.measure(rounds, one_round)
@@ -233,7 +233,11 @@ class Rig:
         found["rank0_submit_us"] = latency["rank0_submit_us"]
         found["rtt_us"], found["worker_us"] = latency["rtt_us"], latency["worker_us"]
         found["parked_us"] = latency["proxy_parked_us_decode"]
-        found["rounds_ok"] = counters.get("rounds_ok", 0)
+        found["proxy_before_us"], found["proxy_after_us"] = latency["proxy_before_us"], latency["proxy_after_us"]
+        found["rounds_ok"], found["rounds_in_one_call"] = (
+            counters.get("rounds_ok", 0),
+            counters.get("rounds_in_one_call", 0),
+        )
         found["beyond_us_p50"] = round(found["stream_us"]["p50"] - latency["rtt_us"]["p50"], 1)
         if found["rounds_ok"] < 0.99 * (rounds + WARM_UP):
             found["fault"] = f"of {rounds + WARM_UP} rounds {found['rounds_ok']} were good: {counters}"
@@ -251,7 +255,6 @@ class Rig:
         page.start_watchdog(4_000_000_000)
         stream = self.make_stream(region, page)
         reply = page.make_reply()
-        address = page.info.address + page.info.reply_offset
 
         def publish() -> None:
             round_ = 1
@@ -272,13 +275,12 @@ class Rig:
         def one_round() -> None:
             nonlocal number
             number += 1
-            self.gather.pack(self.step)
-            stream.to_host(region.meta_address(number), self.buffers.meta, 16 * self.requests)
-            stream.to_host(region.rows_address, self.buffers.rows, self.rows * self.info.row_bytes)
-            stream.write_gathered(number)
-            stream.wait_released(number)
-            stream.to_device(self.buffers.result, address, size)
-            stream.write_consumed(number)
+            launch = self.gather.prepare(self.step)
+            if not launch:
+                self.gather.pack(self.step)
+            copies = [region.meta_address(number), self.buffers.meta, 16 * self.requests]
+            copies += (region.rows_address, self.buffers.rows, self.rows * self.info.row_bytes)
+            stream.submit(number, copies, self.buffers.result, launch)
 
         try:
             return self.measure(rounds, one_round)
@@ -368,6 +370,7 @@ def main() -> int:
                 found[proxy] = rig.asynchronous(proxy, options.rounds)
                 is_good = is_good and "fault" not in found[proxy]
             found["sync"] = rig.synchronous(options.rounds)
+            found["launched"] = rig.gather.how_launched
         finally:
             rig.close()
         report[f"{requests} requests"] = found

@@ -2,13 +2,15 @@
 
     python bench/gather.py [--rows 24] [--json]
 
-Device time by CUDA events around many repetitions on one stream, so launches that the device waits for count; host time by the
-clock around enqueueing alone. A decode step of `--requests` requests; a row is taps x hidden size bf16 values.
+Device time is that of many repetitions in one CUDA graph; host time that of enqueueing them one by one. The fused form both ways:
+launched by Triton, and by the driver directly. A decode step of `--requests` requests; a row is taps x hidden size bf16 values,
+written twice, since the ring keeps it too.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -20,9 +22,13 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
 
+from farspark.engine.gather.direct import CudaKernels  # noqa: E402
 from farspark.engine.gather.forms import check_fused  # noqa: E402
 from farspark.engine.gather.layout import GatherShape  # noqa: E402
 from farspark.engine.gather.torch_gather import StepTensors, TorchGather  # noqa: E402
+
+_BUSY_CYCLES = 100_000_000  # some 50 ms: longer than the host needs for what it enqueues behind
+_ENQUEUED = 20
 
 
 def decode_step(shape: GatherShape, requests: int, query: int, device: torch.device) -> StepTensors:
@@ -48,22 +54,43 @@ def decode_step(shape: GatherShape, requests: int, query: int, device: torch.dev
 
 
 def measure(work: Callable[[], Any], repetitions: int) -> dict[str, float]:
-    """Microseconds of one `work`: on the device, and of the host that enqueues it; the best of five blocks."""
+    """Microseconds of one `work`: of the device alone, and of the host that enqueues it; the best of five blocks each.
+
+    The device has `repetitions` of them in one graph, so that no host is in its way; the host enqueues some one after the other
+    behind a device that is kept busy: no more than its queue takes without a wait.
+    """
     for _ in range(20):
         work()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(repetitions):
+            work()
+    graph.replay()
     torch.cuda.synchronize()
     device_us, host_us = [], []
     for _ in range(5):
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         began.record()
-        started = time.perf_counter()
-        for _ in range(repetitions):
-            work()
-        host_us.append((time.perf_counter() - started) * 1e6 / repetitions)
+        graph.replay()
         ended.record()
         torch.cuda.synchronize()
         device_us.append(began.elapsed_time(ended) * 1e3 / repetitions)
+        torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
+        started = time.perf_counter()
+        for _ in range(_ENQUEUED):
+            work()
+        host_us.append((time.perf_counter() - started) * 1e6 / _ENQUEUED)
+        torch.cuda.synchronize()
     return {"device_us": round(min(device_us), 2), "host_us": round(min(host_us), 2)}
+
+
+def prepare_us(gather: TorchGather, step: StepTensors, repetitions: int) -> float:
+    started = time.perf_counter()
+    for _ in range(repetitions):
+        gather.prepare(step)
+    return round((time.perf_counter() - started) * 1e6 / repetitions, 2)
 
 
 def main() -> int:
@@ -82,14 +109,22 @@ def main() -> int:
     shape = GatherShape(
         max_requests=8, max_tokens=256, taps=options.taps, hidden_size=options.hidden, context=4096, ring=512
     )
-    why = check_fused(shape, device)
-    if why is not None:
-        print(f"the fused gather is not usable here: {why}", file=sys.stderr)
-        return 1
+    driver = CudaKernels()
+    for name, why in (
+        ("", check_fused(shape, device)),
+        (" when launched directly", check_fused(shape, device, driver)),
+    ):
+        if why is not None:
+            print(f"the fused gather is not usable here{name}: {why}", file=sys.stderr)
+            return 1
     from farspark.engine.gather.triton_gather import TritonGather
 
     step = decode_step(shape, options.requests, options.query, device)
-    reference, fused = TorchGather(shape, device), TritonGather(shape, device)
+    forms: dict[str, TorchGather] = {
+        "fused_direct": TritonGather(shape, device, driver=driver),
+        "fused_by_triton": TritonGather(shape, device),
+        "torch_form": TorchGather(shape, device),
+    }
     source = torch.empty(options.requests * options.query, shape.row_values, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
     found: dict[str, Any] = {
@@ -98,14 +133,14 @@ def main() -> int:
         "rows": len(source),
         "row_bytes": shape.row_bytes,
         "one_copy": measure(lambda: target.copy_(source), options.repetitions),
-        "fused": measure(lambda: fused.rehearse(step), options.repetitions),
-        "torch_form": measure(lambda: reference.rehearse(step), options.repetitions),
     }
-    # `rehearse` keeps nothing; with the ring each row is written twice.
-    found["fused_with_ring"] = measure(lambda: fused._enqueue(step, keep=True), options.repetitions)
-    copy_us = found["one_copy"]["device_us"]
-    found["fused_over_copy"] = round(found["fused_with_ring"]["device_us"] / copy_us, 2)
-    found["torch_form_over_copy"] = round(found["torch_form"]["device_us"] / copy_us, 2)
+    for name, form in forms.items():
+        found[name] = measure(functools.partial(form.pack, step), options.repetitions)
+    # What an asynchronous round does of it itself: the launch is part of the round's one call.
+    found["fused_direct"]["prepare_us"] = prepare_us(forms["fused_direct"], step, options.repetitions)
+    found["launched"] = forms["fused_direct"].how_launched
+    for name in forms:
+        found[f"{name}_over_copy"] = round(found[name]["device_us"] / found["one_copy"]["device_us"], 2)
     print(json.dumps(found, indent=None if options.json else 1))
     return 0
 

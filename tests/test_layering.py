@@ -60,13 +60,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.round": CORE | {"wire", "engine.client", "engine.replies", "engine.route"} | ENGINE_CORE,
     "engine.capture": CORE | ENGINE_CORE | {"wire", "engine.round"},
     "engine.replay": CORE | ENGINE_CORE | {"wire", "transport", "engine.capture", "engine.client", "engine.round"},
-    "engine.gather": CORE | ENGINE_CORE | {"engine.gather", "engine.round"},
+    "engine.gather": CORE | ENGINE_CORE | {"native", "engine.gather", "engine.round"},
     "engine.talker": CORE | ENGINE_CORE | {"wire", "transport", "engine.capture", "engine.client", "engine.round"},
     "engine.handoff": CORE | ENGINE_CORE | {"native", "engine.handoff", "engine.round", "engine.talker"},
     # What a proxy runs has nothing of a device in reach.
     "engine.handoff.region": ENGINE_CORE | {"engine.round"},
     "engine.handoff.gate": {"engine.handoff.region"},
-    "engine.handoff.proxy": CORE | ENGINE_CORE | {"native", "engine.handoff.region", "engine.round", "engine.talker"},
+    "engine.handoff.proxy": CORE
+    | ENGINE_CORE
+    | {"native", "engine.handoff.ordinary", "engine.handoff.region", "engine.round", "engine.talker"},
+    "engine.handoff.ordinary": {"native", "engine.client", "engine.handoff.region", "engine.round", "engine.talker"},
     "engine.handoff.child": CORE | {"native", "engine.handoff.proxy", "engine.handoff.region", "engine.talker"},
     "engine.handoff.thread": CORE
     | {
@@ -194,14 +197,14 @@ ONLY_IN: dict[str, set[str]] = {
     "httpx": {"demo"},
     "farspark_vllm_cpu_engine": {"demo"},
     "farspark_smollm2_drafter": {"demo"},
-    "ctypes": {"native", "engine.handoff.stream", "transport.ucx"},
+    "ctypes": {"native", "engine.gather.direct", "engine.handoff.stream", "transport.ucx"},
     "triton": {
         "engine.gather.triton_gather",
         "worker.models.fused",
+        "worker.models.fused_products",
         "worker.models.fused_streams",
         "worker.models.packed_experts",
         "worker.ring_attention",
-        "worker.models.fused_products",
     },
 }
 PURE = {"wire": {"socket", "threading", "time", "logging", "asyncio", "os"}}

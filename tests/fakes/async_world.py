@@ -321,7 +321,8 @@ class World:
         """Submit one round, then take the result of the one DEPTH before."""
         rows = self.random_rows() if rows is None else list(rows)
         handoff = self.handoff
-        handoff.begin(self.device.pack(rows))
+        work = self.device.pack(rows)
+        handoff.begin(work, prepare=getattr(work, "prepare", None))
         bound = min(sum(min(row.valid + row.rejected, self.info.context) for row in rows), self.device.max_rows)
         submission = Submission(
             np.array([row.request.slot for row in rows], dtype=np.int32),

@@ -47,7 +47,7 @@ from tests.fakes.async_world import (  # noqa: E402
 from farspark.engine.config import AsyncProxy, AsyncSettings, FusedGather  # noqa: E402
 from farspark.engine.gather.forms import make_gather  # noqa: E402
 from farspark.engine.gather.layout import GatherShape  # noqa: E402
-from farspark.engine.gather.torch_gather import StepTensors  # noqa: E402
+from farspark.engine.gather.torch_gather import StepTensors, TorchGather  # noqa: E402
 from farspark.engine.handoff.handoff import DeviceBuffers  # noqa: E402
 from farspark.engine.handoff.process import ProxyProcess  # noqa: E402
 from farspark.engine.handoff.region import Region, distance  # noqa: E402
@@ -90,6 +90,20 @@ class _Buffers:
         self.ints = torch.zeros(5, max(MAX_TOKENS, slots + 1), dtype=torch.int32, pin_memory=True)
         self.last = torch.zeros(slots, 1, dtype=torch.int64, pin_memory=True)
         self.on_device = [one.to("cuda") for one in (self.hidden, self.positions, self.ints, self.last)]
+
+
+class _Pack:
+    """As an engine has it enqueued: the gather itself with the rest of the round, where it can be."""
+
+    def __init__(self, gather: TorchGather, enqueue_inputs: Callable[[], StepTensors]) -> None:
+        self._gather = gather
+        self._enqueue_inputs = enqueue_inputs
+
+    def prepare(self) -> int:
+        return self._gather.prepare(self._enqueue_inputs())
+
+    def __call__(self) -> None:
+        self._gather.pack(self._enqueue_inputs())
 
 
 class GpuDevice:
@@ -147,7 +161,7 @@ class GpuDevice:
         tokens = at
         row_bound = min(bound, self.max_rows)
 
-        def run() -> None:
+        def enqueue_inputs() -> StepTensors:
             for there, here in zip(
                 buffers.on_device, (buffers.hidden, buffers.positions, buffers.ints, buffers.last), strict=True
             ):
@@ -165,9 +179,9 @@ class GpuDevice:
                 row_bound=row_bound,
                 wants_drafts=True,
             )
-            self.form.gather.pack(self.newest)
+            return self.newest
 
-        return run
+        return _Pack(self.form.gather, enqueue_inputs)
 
     def clear_result(self) -> None:
         self._result.zero_()
@@ -427,6 +441,7 @@ def soak(proxy: AsyncProxy, fused: FusedGather, rounds: int, seed: int) -> dict[
             "async": snapshot["async"],
             "latency": world.handoff.side.latency() | world.stats.snapshot()["latency"],
             "fused": world.device.form.is_fused,  # type: ignore[attr-defined]
+            "launched": world.device.form.gather.how_launched,  # type: ignore[attr-defined]
         }
     return report | {"faults": faults}
 

@@ -770,12 +770,174 @@ static void test_storm(void) {
 
 /* ---- which ---- */
 
+/* ---- submit: a driver that plays what it is given, and refuses one call of a round ---- */
+
+enum { MAX_COPIES = 6, MAX_CALLS = MAX_COPIES + 5 };
+
+typedef struct played {
+    hostflag_call call;
+    uint64_t to, from, bytes; /* of a copy; of a value: address, value */
+} played;
+
+static struct {
+    hostflag_page *page;
+    uint32_t calls, refused_at; /* counted from 1; 0: none */
+    played played[MAX_CALLS];
+    bool is_parked;
+    uint32_t waits_for;
+} fake;
+
+static void *const FAKE_STREAM = &fake;
+
+static int play(hostflag_call call, uint64_t to, uint64_t from, uint64_t bytes, const void *stream) {
+    CHECK(stream == FAKE_STREAM);
+    CHECK(fake.calls < MAX_CALLS);
+    fake.played[fake.calls++] = (played){call, to, from, bytes};
+    return fake.calls == fake.refused_at ? 700 + (int)call : 0;
+}
+
+static int play_launch(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                       unsigned block_z, unsigned shared_bytes, void *stream, void **parameters, void **extra) {
+    CHECK(extra == NULL);
+    CHECK_IS(grid_x * 1000000 + grid_y * 10000 + grid_z * 1000 + block_y * 10 + block_z, 24 * 1000000 + 3 * 10000 + 1011);
+    return play(HOSTFLAG_CALL_LAUNCH, (uint64_t)(uintptr_t)function, (uint64_t)(uintptr_t)parameters[1],
+                (uint64_t)block_x << 32 | shared_bytes, stream);
+}
+
+static int play_to_host(void *to, uint64_t from, size_t bytes, void *stream) {
+    return play(HOSTFLAG_CALL_COPY, (uint64_t)(uintptr_t)to, from, bytes, stream);
+}
+
+static int play_to_device(uint64_t to, const void *from, size_t bytes, void *stream) {
+    return play(HOSTFLAG_CALL_COPY_REPLY, to, (uint64_t)(uintptr_t)from, bytes, stream);
+}
+
+/* The device has the page where the host has it. */
+static int play_write(void *stream, uint64_t address, uint32_t value, unsigned flags) {
+    bool is_gathered = address == (uintptr_t)&fake.page->memory->gathered;
+    int result = play(is_gathered ? HOSTFLAG_CALL_WRITE_GATHERED : HOSTFLAG_CALL_WRITE_CONSUMED, address, value, flags, stream);
+
+    CHECK(is_gathered || address == (uintptr_t)&fake.page->memory->consumed);
+    if (result == 0)
+        CHECK_IS(is_gathered ? hostflag_gather(fake.page, value) : hostflag_consume(fake.page, value), HOSTFLAG_OK);
+    return result;
+}
+
+static int play_wait(void *stream, uint64_t address, uint32_t value, unsigned flags) {
+    int result = play(HOSTFLAG_CALL_WAIT_RELEASED, address, value, flags, stream);
+
+    CHECK_IS(address, (uintptr_t)&fake.page->memory->released);
+    fake.is_parked = result == 0;
+    fake.waits_for = value;
+    return result;
+}
+
+static void check_calls(const hostflag_round *round) {
+    uint32_t at = 0;
+
+#define NEXT_IS(call_, to_, from_, bytes_)                                                                                 \
+    do {                                                                                                                   \
+        if (at == fake.calls)                                                                                              \
+            return;                                                                                                        \
+        CHECK_IS(fake.played[at].call, call_);                                                                             \
+        CHECK_IS(fake.played[at].to, to_);                                                                                 \
+        CHECK_IS(fake.played[at].from, from_);                                                                             \
+        CHECK_IS(fake.played[at].bytes, bytes_);                                                                           \
+        at++;                                                                                                              \
+    } while (0)
+
+    if (round->launch != NULL)
+        NEXT_IS(HOSTFLAG_CALL_LAUNCH, (uintptr_t)round->launch->function, (uintptr_t)round->launch->parameters[1],
+                UINT64_C(128) << 32 | round->launch->shared_bytes);
+    for (uint32_t copy = 0; copy < round->num_copies; copy++)
+        NEXT_IS(HOSTFLAG_CALL_COPY, round->copies[copy].to, round->copies[copy].from, round->copies[copy].bytes);
+    NEXT_IS(HOSTFLAG_CALL_WRITE_GATHERED, (uintptr_t)&fake.page->memory->gathered, round->round, 0);
+    NEXT_IS(HOSTFLAG_CALL_WAIT_RELEASED, (uintptr_t)&fake.page->memory->released, round->round, 0);
+    NEXT_IS(HOSTFLAG_CALL_COPY_REPLY, round->reply_to, (uintptr_t)fake.page->memory->reply, REPLY_BYTES);
+    NEXT_IS(HOSTFLAG_CALL_WRITE_CONSUMED, (uintptr_t)&fake.page->memory->consumed, round->round, 0);
+    CHECK_IS(at, fake.calls);
+#undef NEXT_IS
+}
+
+/* Whatever was refused: no data is said to be there that is not, and nothing stays parked after fail_all. */
+static void submit_once(uint64_t *random, uint32_t start) {
+    hostflag_device device = {play_launch, play_to_host, play_to_device, play_write, play_wait, 0};
+    void *parameters[2] = {&device, &fake};
+    hostflag_launch launch = {parameters, parameters, {24, 3, 1}, {128, 1, 1}, 64};
+    hostflag_round *round = calloc(1, sizeof *round + MAX_COPIES * sizeof(hostflag_copy));
+    hostflag_words words;
+    uint32_t enqueued, far, newest = start + 1;
+    hostflag_status status;
+
+    CHECK(round != NULL);
+    memset(&fake, 0, sizeof fake);
+    fake.page = new_page(start);
+    device.page = (uintptr_t)fake.page->memory;
+    *round = (hostflag_round){.stream = FAKE_STREAM, .round = newest, .num_copies = (uint32_t)random_below(random, MAX_COPIES + 1)};
+    round->launch = random_below(random, 2) == 0 ? &launch : NULL;
+    round->reply_to = next_random(random);
+    for (uint32_t at = 0; at < round->num_copies; at++)
+        round->copies[at] = (hostflag_copy){next_random(random), next_random(random), next_random(random)};
+    enqueued = round->num_copies + 4 + (round->launch != NULL);
+    fake.refused_at = (uint32_t)random_below(random, enqueued + 1);
+
+    status = hostflag_submit(fake.page, &device, round);
+    CHECK_IS(status, fake.refused_at == 0 ? HOSTFLAG_OK : HOSTFLAG_REFUSED);
+    CHECK_IS(fake.calls, fake.refused_at == 0 ? enqueued : fake.refused_at);
+    check_calls(round);
+    if (fake.refused_at == 0) {
+        CHECK_IS(round->failed_p, HOSTFLAG_CALL_NONE);
+    } else {
+        CHECK_IS(round->failed_p, fake.played[fake.calls - 1].call);
+        CHECK_IS(round->result_p, 700 + (int)round->failed_p);
+    }
+    words = words_of(fake.page);
+    CHECK(round->failed_p == HOSTFLAG_CALL_NONE || round->failed_p > HOSTFLAG_CALL_WRITE_GATHERED || words.gathered == start);
+    CHECK(!fake.is_parked || words.gathered == newest);
+
+    CHECK(hostflag_fail_all(fake.page, newest, 0, &far) >= 0);
+    words = words_of(fake.page);
+    CHECK(!fake.is_parked || reached(words.released, fake.waits_for));
+    CHECK_IS(words.released, far);
+    CHECK_IS(hostflag_page_destroy(fake.page, 1000 * MS), HOSTFLAG_OK);
+    CHECK_IS(hostflag_submit(fake.page, &device, round), HOSTFLAG_CLOSED);
+    free(round);
+}
+
+static void what_makes_no_sense_is_not_submitted(void) {
+    hostflag_device device = {NULL, play_to_host, play_to_device, play_write, play_wait, 0};
+    hostflag_launch launch = {0};
+    hostflag_round round = {.stream = FAKE_STREAM, .launch = &launch, .round = 1};
+    hostflag_page *attached;
+
+    memset(&fake, 0, sizeof fake);
+    fake.page = new_page(0);
+    CHECK_IS(hostflag_submit(fake.page, NULL, &round), HOSTFLAG_INVALID);
+    CHECK_IS(hostflag_submit(fake.page, &device, NULL), HOSTFLAG_INVALID);
+    CHECK_IS(hostflag_submit(fake.page, &device, &round), HOSTFLAG_INVALID);
+    CHECK_IS(hostflag_submit(NULL, &device, &round), HOSTFLAG_CLOSED);
+    CHECK_IS(hostflag_page_attach(fake.page->memory, fake.page->bytes, &attached), HOSTFLAG_OK);
+    round.launch = NULL;
+    CHECK_IS(hostflag_submit(attached, &device, &round), HOSTFLAG_NOT_OWNER);
+    CHECK_IS(fake.calls, 0);
+    CHECK_IS(hostflag_page_destroy(attached, MS), HOSTFLAG_OK);
+    end_page(fake.page);
+}
+
+static void test_submit(void) {
+    uint64_t random = seed;
+
+    what_makes_no_sense_is_not_submitted();
+    for (int turn = 0; turn < 500; turn++)
+        submit_once(&random, turn % 2 == 0 ? UINT32_MAX : (uint32_t)next_random(&random));
+}
+
 static const struct {
     const char *name;
     void (*run)(void);
 } TESTS[] = {
     {"wrap", test_wrap}, {"judge", test_judge}, {"life", test_life},   {"claims", test_claims},
-    {"fuzz", test_fuzz}, {"storm", test_storm}, {"race", test_race},
+    {"fuzz", test_fuzz}, {"storm", test_storm}, {"race", test_race},     {"submit", test_submit},
 };
 
 static bool take_option(const char *name, const char *value, const char *option, int64_t *number_p) {

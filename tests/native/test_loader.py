@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from farspark.native import HostflagLibrary, How, NativeUnavailable, Status, load
+from farspark.native import Call, HostflagLibrary, How, NativeUnavailable, Status, load
 from farspark.native.build import compile_library, source_digest
 from farspark.native.loader import VERSION
 from farspark.native.page import EVENTS, FAR
@@ -188,7 +188,8 @@ def test_python_and_the_header_agree(sources: Path) -> None:
     assert f"#define HOSTFLAG_FAR (UINT32_C(1) << {FAR.bit_length() - 1})" in header
     assert f"#define HOSTFLAG_EVENTS {EVENTS}u" in header
     names = {name: int(value) for name, value in re.findall(r"HOSTFLAG_([A-Z_]+) = (-?\d+),", header)}
-    assert names == {member.name: member.value for kind in (Status, How) for member in kind}
+    calls = {f"CALL_{member.name}": member.value for member in Call}
+    assert names == {member.name: member.value for kind in (Status, How) for member in kind} | calls
 
 
 def test_every_function_of_the_header_is_declared(library: HostflagLibrary, sources: Path) -> None:

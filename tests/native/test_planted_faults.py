@@ -95,6 +95,16 @@ FAULTS = {
         "    (void)patience_ns;\n    (void)calls_end;",
         "life",
     ),
+    "data_is_said_to_be_there_that_is_not": Fault(
+        "        if (*result != 0)\n            return HOSTFLAG_CALL_COPY;",
+        "        if (*result != 0)\n            continue;",
+        "submit",
+    ),
+    "a_round_waits_that_was_not_gathered": Fault(
+        "    if (*result != 0)\n        return HOSTFLAG_CALL_WRITE_GATHERED;",
+        "    if (*result == 0)\n        *result = 0;",
+        "submit",
+    ),
     "a_forked_child_joins_a_thread_that_is_not_there": Fault("MADV_WIPEONFORK", "MADV_NORMAL", "life"),
 }
 

@@ -132,6 +132,21 @@ class Connection:
     turn: threading.Lock = field(default_factory=threading.Lock, repr=False)  # held through an exchange
 
 
+@dataclass(slots=True)
+class Answered:
+    """A STEP that was sent over a channel which `lend` gave, and what came of it."""
+
+    connection: Connection
+    head: memoryview  # of the frame that went out, in front of its rows
+    sent_s: float
+    answered_s: float | None  # None: its answer is not whole yet, or not what was hoped for
+    got: memoryview | int | OSError  # as `take_back` of the channel takes it
+    is_taken: bool = False
+
+
+Lent = tuple[int, bytearray, int, int]
+
+
 class Client:
     """`start`, `wait_ready` and `close` belong to the engine thread, as do `connection`, `step`, `drop` and `give_up`.
 
@@ -247,13 +262,18 @@ class Client:
         flags: StepFlag,
         deadline: Deadline,
         sampling: Sequence[Sampling] = (),
+        answered: Answered | None = None,
     ) -> StepReply:
         """One STEP and its reply, a sampled one with `sampling` [entries]. Replies to earlier steps are dropped and counted.
+
+        Where it is `answered` already nothing is sent, and what was lent is taken back.
 
         Raises TimeoutError (the connection stays unless a part of the frame is out), TransportError, ProtocolError where
         the frames themselves are wrong (the connection is of no more use), and Refused.
         """
-        if not connection.turn.acquire(blocking=False):
+        if answered is not None:
+            answered.is_taken = True
+        elif not connection.turn.acquire(blocking=False):
             _await_turn(connection, deadline)
         try:
             connection.sequence += 1
@@ -265,7 +285,13 @@ class Client:
             if head is None:
                 head = codec.encode_step_head(session, sequence, step_id, entries, rows_bytes, flags, sampling)
             self._stats.add("bytes_sent", len(head) + rows_bytes)
-            frame = exchange(connection.channel, [head, *rows], deadline)
+            if answered is None:
+                frame = exchange(connection.channel, [head, *rows], deadline)
+            else:
+                take_back = connection.channel.take_back  # type: ignore[attr-defined]  # what is lent has it
+                frame = take_back(answered.got, [head, *rows], deadline)
+                if head != answered.head:
+                    raise ProtocolError("a STEP was sent that is not what the books say")
             while True:
                 reply: StepReply | None = None
                 if calls is not None:
@@ -282,6 +308,28 @@ class Client:
                 frame = connection.channel.recv(deadline)
         finally:
             connection.turn.release()
+
+    def lend(self, connection: Connection) -> Lent | None:
+        """`connection`'s channel, as its own `lend` has it, for one STEP with the connection's next sequence; then `step` or
+        `end_loan`. None where it is not the one in use any more, or cannot be had at once.
+        """
+        lend = getattr(connection.channel, "lend", None)
+        if lend is None or connection is not self._connection or not connection.turn.acquire(blocking=False):
+            return None
+        lent: Lent | None = None
+        try:
+            lent = lend()
+        except TransportError:
+            pass  # the round finds out
+        finally:
+            if lent is None:
+                connection.turn.release()
+        return lent
+
+    def end_loan(self, connection: Connection) -> None:
+        """What was lent was not used."""
+        connection.channel.give_up()  # type: ignore[attr-defined]
+        connection.turn.release()
 
     def judge(self, connection: Connection, judge: Judge, deadline: Deadline) -> Judgement:
         """What the worker's drafter thinks of other drafts for the newest STEP. Raises as `step` does."""

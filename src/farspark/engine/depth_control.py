@@ -64,12 +64,20 @@ class DepthControl:
 
     def choose_for_all(self, n: int, limit: int) -> int | None:
         """The same for n requests that all have drafts; None where it depends on confidences."""
+        depth = self._for_all(limit)
+        if depth is not None:
+            self._chosen[depth] += n
+        return depth
+
+    def foresee_for_all(self, limit: int) -> int | None:
+        """What `choose_for_all` will say in the next round; None also where a file may have another word in it."""
+        return self._for_all(limit) if self._file is None else None
+
+    def _for_all(self, limit: int) -> int | None:
         policy = self._resolved.policy
         if policy.mode is not Mode.OFF and policy.mode is not Mode.FIXED:
             return None
-        depth = min(limit, policy.depth) if policy.mode is Mode.FIXED else limit
-        self._chosen[depth] += n
-        return depth
+        return min(limit, policy.depth) if policy.mode is Mode.FIXED else limit
 
     @property
     def without_confidences(self) -> int:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from farspark.clock import Clock, Deadline
 from farspark.engine.breaker import Breaker, State
-from farspark.engine.client import Client, ClientState, Connection
+from farspark.engine.client import Answered, Client, ClientState, Connection
 from farspark.engine.depth import NOut
 from farspark.engine.depth_control import DepthControl
 from farspark.engine.draws import find_faults_of_draws, how_to_sample
@@ -181,6 +181,18 @@ class _Planned(NamedTuple):
     window: memoryview | None  # the rows, where they come from the ring
 
 
+class Foreseen(NamedTuple):
+    """What the next round sends if nothing in it is out of the ordinary: every request wants drafts, and its rows go on where
+    those end that the worker has."""
+
+    connection: Connection
+    step_id: int
+    n_out: int  # as an entry has it, 0 for all
+    depth: int  # drafts to verify of every request
+    timeout_s: float
+    requests: list[int]  # of each: slot, generation, first position, k_window
+
+
 class _RoundFailed(Exception):
     """Internal: the round ends here, for `reason`, a name in the counters.
 
@@ -228,11 +240,49 @@ class RemoteRound:
         self._epoch = 0
         self._silent_steps = 0  # STEPs of this connection without a reply, in a row
         self._step_id = 0
+        self.asked_and_answered_s: tuple[float, float] | None = None  # of the newest round; None if no reply came
         self._exchange: _Exchange | None = None  # of the round at hand
+        self._answered: Answered | None = None  # of the round at hand, where its STEP was sent already
         self._has_all = False  # every row of the round at hand has drafts
         self._sampling: Sequence[Sampling] = ()  # of the entries of the round at hand; empty: none is sampled
         self._dropped: dict[int, str] = {}  # of the round at hand, by place: why drafts cannot be verified by their q
         self._has_warned = False  # of such drafts
+
+    def foresee(self, requests: Sequence[RoundRequest]) -> Foreseen | None:
+        """How a round of these will go, for somebody who sends it himself and then has `run` do the rest; None where that depends
+        on more than its metadata. Nothing is changed, and only the next round is foreseen."""
+        connection = self._client.connection()
+        if (
+            connection is None
+            or connection.epoch != self._epoch
+            or self.breaker.state is not State.CLOSED
+            or self._flags
+            or self._shape.support
+            or self._clock is not time.monotonic
+        ):
+            return None
+        n_out = self._shape.num_drafts if self._n_out is None else self._n_out.of(len(requests), self._shape.num_drafts)
+        depth = self.depth.foresee_for_all(n_out) if n_out > 0 else None
+        if depth is None:
+            return None
+        values: list[int] = []
+        for request in requests:
+            slot = self.slots[request.slot]
+            if slot.owner != request.owner or not slot.announced or slot.dirty:
+                return None
+            values += request.slot, slot.generation, slot.end, request.k_window
+        if len({*values[::4]}) < len(requests):
+            return None
+        asked = n_out if n_out < self._shape.num_drafts else 0
+        return Foreseen(connection, self._step_id + 1, asked, depth, self._timeout_s, values)
+
+    def finish(self, step: RoundInput, result: PackedResult, deliver: Deliver, answered: Answered) -> RoundOutcome:
+        """`run`, where the STEP was sent already, as `foresee` had it: `answered` is what came of that."""
+        self._answered = answered
+        try:
+            return self.run(step, result, deliver)
+        finally:
+            self._answered = None
 
     def run(self, step: RoundInput, result: PackedResult, deliver: Deliver = _keep) -> RoundOutcome:
         """Fill `result` for the batch of `step` and say how it went. Raises nothing that a worker or a network can cause.
@@ -244,6 +294,7 @@ class RemoteRound:
         n = len(requests)
         self.last_drafts = LastDrafts()
         self._exchange = None
+        self.asked_and_answered_s = None
         advance = self.slots.advance
         increments = [
             advance(request.slot, request.owner, row.start_pos, row.valid_rows)
@@ -255,7 +306,7 @@ class RemoteRound:
         needed = sum(wanted)
         result.clear(RoundOutcome.FAILED if needed else RoundOutcome.NOTHING, n)
         try:
-            connection = self._connected(step)
+            connection = self._connected(step) if self._answered is None else self._answered.connection
             planned = self._plan(step, meta, increments, wanted, n_out, connection)
             reply = self._send(connection, planned, step)
         except _RoundFailed as failed:
@@ -532,13 +583,14 @@ class RemoteRound:
         entries = [one.entry for one in planned]
         resyncs = [one.send.n_rows for one in planned if one.window is not None]
         pieces = self._pieces(planned, step.rows)
-        if not self._client.holds(connection):
+        answered = self._answered
+        if answered is None and not self._client.holds(connection):
             raise _RoundFailed("reconnected")
         self._step_id += 1
         n_rows = sum([entry.n_rows for entry in entries])
         self._sampling = self._how_to_sample(step, planned) if self._shape.support else ()
         self._exchange = _Exchange(n_rows, resyncs, None, 0)
-        sent_at = self._clock()
+        sent_at = self._clock() if answered is None else answered.sent_s
         try:
             reply = self._client.step(
                 connection,
@@ -546,8 +598,9 @@ class RemoteRound:
                 entries,
                 pieces,
                 self._flags,
-                Deadline.after(self._timeout_s, self._clock),
+                Deadline(sent_at + self._timeout_s, self._clock),
                 self._sampling,
+                answered,
             )
         except TimeoutError:
             self._silent_steps += 1
@@ -567,7 +620,9 @@ class RemoteRound:
         except Refused as refused:
             raise self._refused(connection, refused) from refused
         self._silent_steps = 0
-        self._exchange = _Exchange(n_rows, resyncs, (self._clock() - sent_at) * 1e6, reply.worker_us)
+        answered_at = self._clock() if answered is None or answered.answered_s is None else answered.answered_s
+        self.asked_and_answered_s = sent_at, answered_at
+        self._exchange = _Exchange(n_rows, resyncs, (answered_at - sent_at) * 1e6, reply.worker_us)
         return reply
 
     def _refused(self, connection: Connection, refused: Refused) -> _RoundFailed:

@@ -7,6 +7,19 @@ ends of a round: `ucx`, the UCX channel, and `round_calls`, a frame or a STEP in
 
 from farspark.native.build import NativeUnavailable
 from farspark.native.loader import HostflagLibrary, load
-from farspark.native.page import HostflagError, HostPage, How, Reply, Status
+from farspark.native.page import Call, DeviceCalls, HostflagError, HostPage, How, Launch, Reply, Status, Submitter
 
-__all__ = ["HostPage", "HostflagError", "HostflagLibrary", "How", "NativeUnavailable", "Reply", "Status", "load"]
+__all__ = [
+    "Call",
+    "DeviceCalls",
+    "HostPage",
+    "HostflagError",
+    "HostflagLibrary",
+    "How",
+    "Launch",
+    "NativeUnavailable",
+    "Reply",
+    "Status",
+    "Submitter",
+    "load",
+]

@@ -50,7 +50,7 @@ class Library:
         return HERE / f"lib{self.name}.so"
 
 
-HOSTFLAG: Final = Library("hostflag", "the native helper", 1, "hostflag.h", ("hostflag.c",))
+HOSTFLAG: Final = Library("hostflag", "the native helper", 2, "hostflag.h", ("hostflag.c",))
 UCXCHANNEL: Final = Library(
     "ucxchannel",
     "the UCX channel",
@@ -64,7 +64,7 @@ UCXCHANNEL: Final = Library(
 ROUNDCALLS: Final = Library(
     "roundcalls",
     "the quick calls of a round",
-    2,
+    3,
     "round_calls.h",
     ("round_calls.c", "step_calls.c"),
     other_headers=("ucx_channel.h",),

@@ -179,6 +179,7 @@ const char *hostflag_status_text(int status) {
     case HOSTFLAG_PENDING: return "a stream waits on this page; fail the round first";
     case HOSTFLAG_OTHER_VERSION: return "the memory holds no page of this version";
     case HOSTFLAG_SYSTEM: return "the system refused";
+    case HOSTFLAG_REFUSED: return "the device's driver refused a call";
     default: return "a status of another version";
     }
 }
@@ -541,6 +542,53 @@ hostflag_status hostflag_fail_all(hostflag_page *page, uint32_t newest, int64_t 
     if (patience_ns < 0)
         return leave(page, HOSTFLAG_INVALID);
     return leave(page, fail_ahead(page, newest, patience_ns, HOSTFLAG_FAILED_ALL, 0, far_p));
+}
+
+/* ---- the engine's side of a round ---- */
+
+static int launch_gather(const hostflag_device *device, const hostflag_round *round) {
+    const hostflag_launch *launch = round->launch;
+
+    return device->launch(launch->function, launch->grid[0], launch->grid[1], launch->grid[2], launch->block[0],
+                          launch->block[1], launch->block[2], launch->shared_bytes, round->stream, launch->parameters, NULL);
+}
+
+/* HOSTFLAG_CALL_NONE, or the call that was refused. */
+static hostflag_call enqueue(const page_memory *memory, const hostflag_device *device, hostflag_round *round) {
+    void *stream = round->stream;
+    int *result = &round->result_p;
+
+    if (round->launch != NULL && (*result = launch_gather(device, round)) != 0)
+        return HOSTFLAG_CALL_LAUNCH;
+    for (uint32_t at = 0; at < round->num_copies; at++) {
+        const hostflag_copy *copy = &round->copies[at];
+
+        *result = device->to_host((void *)(uintptr_t)copy->to, copy->from, copy->bytes, stream);
+        if (*result != 0)
+            return HOSTFLAG_CALL_COPY;
+    }
+    *result = device->write_value(stream, device->page + offsetof(page_memory, gathered), round->round, 0);
+    if (*result != 0)
+        return HOSTFLAG_CALL_WRITE_GATHERED;
+    *result = device->wait_value(stream, device->page + offsetof(page_memory, released), round->round, 0);
+    if (*result != 0)
+        return HOSTFLAG_CALL_WAIT_RELEASED;
+    *result = device->to_device(round->reply_to, memory->reply, memory->reply_bytes, stream);
+    if (*result != 0)
+        return HOSTFLAG_CALL_COPY_REPLY;
+    *result = device->write_value(stream, device->page + offsetof(page_memory, consumed), round->round, 0);
+    return *result == 0 ? HOSTFLAG_CALL_NONE : HOSTFLAG_CALL_WRITE_CONSUMED;
+}
+
+hostflag_status hostflag_submit(hostflag_page *page, const hostflag_device *device, hostflag_round *round) {
+    if (!enter(page))
+        return HOSTFLAG_CLOSED;
+    if (page->self != OWNER)
+        return leave(page, HOSTFLAG_NOT_OWNER);
+    if (device == NULL || round == NULL || (round->launch != NULL && device->launch == NULL))
+        return leave(page, HOSTFLAG_INVALID);
+    round->failed_p = enqueue(page->memory, device, round);
+    return leave(page, round->failed_p == HOSTFLAG_CALL_NONE ? HOSTFLAG_OK : HOSTFLAG_REFUSED);
 }
 
 /* ---- the watchdog ---- */

@@ -23,6 +23,8 @@
  *   1. copies its data to host memory             3. waits until released has reached t
  *   2. writes gathered = t                        4. copies the reply to the device, then writes consumed = t
  *
+ * hostflag_submit hands all of it to the device's driver.
+ *
  * The order is what makes one reply buffer enough: gathered = t says that the replies of all rounds before t were read.
  * The CPU never changes gathered and consumed with a read-modify-write, since the device writes them; hostflag_gather and
  * hostflag_consume stand in for a stream where there is none, and nothing else may write these two.
@@ -61,7 +63,7 @@ extern "C" {
 #define HOSTFLAG_API __attribute__((visibility("default")))
 
 /* Of the functions, the structures and the page's layout together: any change of them is another version. */
-#define HOSTFLAG_VERSION 1u
+#define HOSTFLAG_VERSION 2u
 /* How far hostflag_fail_all goes: 18 hours of rounds of a millisecond, and a thirty-second of half the cycle, so that somebody
  * who comes late is still earlier after thirty of them. */
 #define HOSTFLAG_FAR (UINT32_C(1) << 26)
@@ -89,6 +91,7 @@ typedef enum hostflag_status {
     HOSTFLAG_PENDING = -5,       /* a stream is parked on this page: fail the round first */
     HOSTFLAG_OTHER_VERSION = -6, /* the memory holds no page of this version */
     HOSTFLAG_SYSTEM = -7,        /* the system refused; errno says why */
+    HOSTFLAG_REFUSED = -8,       /* the device's driver refused a call of hostflag_submit; the round says which, and why */
 } hostflag_status;
 
 /* HOSTFLAG_VERSION of the library; a loader compares it before anything else is called. */
@@ -200,6 +203,71 @@ HOSTFLAG_API hostflag_status hostflag_fail_all(hostflag_page *page, uint32_t new
  * that died is only ended by fail_all, after its patience. Before another process is followed the one before has ended and
  * fail_all was called, since a claim of the old one would be laid to the new one. OK, NOT_OWNER, CLOSED, SYSTEM. */
 HOSTFLAG_API hostflag_status hostflag_follow(hostflag_page *page, int pidfd);
+
+/* ---- the engine's side of a round, in one call ----
+ *
+ * Still no CUDA in here: the caller names the driver's functions, as the CUDA driver declares them (a handle is an address, 0 is
+ * success). What they are given is not looked at. */
+
+typedef int hostflag_launch_call(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                                 unsigned block_y, unsigned block_z, unsigned shared_bytes, void *stream, void **parameters,
+                                 void **extra);
+typedef int hostflag_to_host_call(void *to, uint64_t from, size_t bytes, void *stream);
+typedef int hostflag_to_device_call(uint64_t to, const void *from, size_t bytes, void *stream);
+typedef int hostflag_value_call(void *stream, uint64_t address, uint32_t value, unsigned flags);
+
+/* Fixed for as long as the page is used with one device. */
+typedef struct hostflag_device {
+    hostflag_launch_call *launch;         /* cuLaunchKernel; NULL if no round launches anything */
+    hostflag_to_host_call *to_host;       /* cuMemcpyDtoHAsync */
+    hostflag_to_device_call *to_device;   /* cuMemcpyHtoDAsync */
+    hostflag_value_call *write_value;     /* cuStreamWriteValue32: a barrier for all that the stream wrote before (flags 0) */
+    hostflag_value_call *wait_value;      /* cuStreamWaitValue32: until the word has reached the value, cyclic (flags 0) */
+    uint64_t page;                        /* the page's address as the device has it */
+} hostflag_device;
+
+typedef struct hostflag_launch {
+    void *function;
+    void **parameters; /* addresses of its parameters; read during the call */
+    uint32_t grid[3];
+    uint32_t block[3];
+    uint32_t shared_bytes;
+} hostflag_launch;
+
+typedef struct hostflag_copy {
+    uint64_t to;   /* host memory */
+    uint64_t from; /* device memory */
+    uint64_t bytes;
+} hostflag_copy;
+
+typedef enum hostflag_call {
+    HOSTFLAG_CALL_NONE = 0,
+    HOSTFLAG_CALL_LAUNCH = 1,
+    HOSTFLAG_CALL_COPY = 2,
+    HOSTFLAG_CALL_WRITE_GATHERED = 3,
+    HOSTFLAG_CALL_WAIT_RELEASED = 4,
+    HOSTFLAG_CALL_COPY_REPLY = 5,
+    HOSTFLAG_CALL_WRITE_CONSUMED = 6,
+} hostflag_call;
+
+typedef struct hostflag_round {
+    void *stream;
+    const hostflag_launch *launch; /* ahead of everything else; NULL: nothing is launched */
+    uint64_t reply_to;             /* device memory of reply_bytes */
+    uint32_t round;
+    uint32_t num_copies;
+    uint32_t failed_p; /* out: a hostflag_call */
+    int32_t result_p;  /* out: what that call returned */
+    hostflag_copy copies[];
+} hostflag_round;
+
+/* Enqueues round `round->round`, in this order: the launch, the copies, gathered, the wait, the copy of the reply, consumed.
+ * The first refusal ends it. What was enqueued before stays enqueued: nothing waits for the round if the refusal came from
+ * anything up to HOSTFLAG_CALL_WRITE_GATHERED, and gathered is never written with a copy missing; from HOSTFLAG_CALL_WAIT_RELEASED
+ * on the stream may be parked, or nobody may take note of `consumed`, so the caller must end the rounds with hostflag_fail_all.
+ * Blocks no longer than the driver does. One thread, the one that enqueues on this stream.
+ * OK, REFUSED, NOT_OWNER, CLOSED, INVALID. */
+HOSTFLAG_API hostflag_status hostflag_submit(hostflag_page *page, const hostflag_device *device, hostflag_round *round);
 
 /* ---- the watchdog: a thread that looks at the state each time it wakes, never at what woke it ---- */
 

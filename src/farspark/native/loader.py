@@ -187,6 +187,7 @@ _STATUS_CALLS: Final[dict[str, tuple[type[ctypes._SimpleCData[int]] | type[ctype
     "hostflag_watchdog_stop": (_POINTER,),
     "hostflag_watchdog_set_deadline": (_POINTER, _I64),
     "hostflag_watchdog_get_stats": (_POINTER, _POINTER),
+    "hostflag_submit": (_POINTER, _POINTER, _POINTER),
     "hostflag_gather": (_POINTER, _U32),
     "hostflag_wait_released": (_POINTER, _U32, _I64, _I64, _I64),
     "hostflag_read_reply": (_POINTER, _POINTER, _U32),

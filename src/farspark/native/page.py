@@ -10,10 +10,12 @@ import ctypes
 import enum
 import mmap
 import os
+import struct
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final
+from typing import Final, NamedTuple
 
 from farspark.errors import FarsparkError
 from farspark.native.loader import HostflagLibrary
@@ -41,6 +43,19 @@ class Status(enum.IntEnum):
     PENDING = -5
     OTHER_VERSION = -6
     SYSTEM = -7
+    REFUSED = -8  # the device's driver refused a call of `Submitter.submit`
+
+
+class Call(enum.IntEnum):
+    """What a submission asks of the device's driver."""
+
+    NONE = 0
+    LAUNCH = 1
+    COPY = 2
+    WRITE_GATHERED = 3
+    WAIT_RELEASED = 4
+    COPY_REPLY = 5
+    WRITE_CONSUMED = 6
 
 
 class How(enum.IntEnum):
@@ -160,6 +175,93 @@ class _Stats(ctypes.Structure):
     )
 
 
+class _Device(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("launch", "to_host", "to_device", "write_value", "wait_value", "page")
+    )
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("function", ctypes.c_uint64),
+        ("parameters", ctypes.c_uint64),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+    )
+
+
+class Launch:
+    """A kernel's launch in prepared memory; `fill` sets what changes from one to the next."""
+
+    def __init__(self, function: int, threads: int, shared_bytes: int, parameters: int) -> None:
+        """`function` is the driver's handle; it takes `parameters` values of at most eight bytes each."""
+        self._values = (ctypes.c_uint64 * parameters)()
+        first = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_uint64 * parameters)(*range(first, first + 8 * parameters, 8))
+        self._launch = _Launch(function, ctypes.addressof(self._pointers), (1, 1, 1), (threads, 1, 1), shared_bytes)
+        self._grid = self._launch.grid
+        # Little-endian, as every machine is that hostflag.h knows: a shorter value lies in the first bytes of its eight.
+        self._pack: Final = struct.Struct(f"<{parameters}Q").pack_into
+        self.function: Final = function
+        self.threads: Final = threads
+        self.shared_bytes: Final = shared_bytes
+        self.address: Final = ctypes.addressof(self._launch)
+        self.parameters: Final = ctypes.addressof(self._pointers)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self._grid[0], self._grid[1], self._grid[2]
+
+    def fill(self, grid_x: int, grid_y: int, *values: int) -> None:
+        """For the next launch; none may be on its way into the driver. Values are 0 or above."""
+        self._grid[0], self._grid[1] = grid_x, grid_y
+        self._pack(self._values, 0, *values)
+
+
+class DeviceCalls(NamedTuple):
+    """Addresses of the driver's functions, as hostflag.h has them."""
+
+    launch: int  # 0: nothing is ever launched
+    to_host: int
+    to_device: int
+    write_value: int
+    wait_value: int
+
+
+_ROUND: Final = struct.Struct("<QQQIIIi")
+
+
+class Submitter:
+    """Hands rounds to a device's driver, each in one call without the GIL. Used by the thread that enqueues on the stream."""
+
+    def __init__(self, page: HostPage, calls: DeviceCalls, *, device_page: int, max_copies: int) -> None:
+        """`device_page` is the page's address as the device has it."""
+        self._submit = page.library.calls.hostflag_submit
+        self._page = page
+        self._device = _Device(*calls, device_page)
+        self._round = ctypes.create_string_buffer(_ROUND.size + 24 * max_copies)
+        self._addresses = ctypes.addressof(self._device), ctypes.addressof(self._round)
+        self._packs = [struct.Struct(f"<QQQIIIi{3 * copies}Q").pack_into for copies in range(max_copies + 1)]
+
+    def submit(self, stream: int, round_: int, copies: Sequence[int], reply_to: int, launch: int = 0) -> Status:
+        """Enqueue a round. `copies`: to, from, bytes, one after the other; `launch`: the address of a `Launch`, 0 for none.
+
+        OK, REFUSED (`refusal` says what), CLOSED. Raises HostflagError: not the owner, a launch that the device has no call for.
+        """
+        number = len(copies) // 3
+        self._packs[number](self._round, 0, stream, launch, reply_to, round_, number, 0, 0, *copies)
+        status = self._submit(self._page._handle, *self._addresses)
+        if status == 0:
+            return Status.OK
+        return self._page._outcome(status, "submit") if status != Status.REFUSED else Status.REFUSED
+
+    def refusal(self) -> tuple[Call, int]:
+        """Of the newest submission: which call was refused, and the driver's number for why."""
+        *_, failed, result = _ROUND.unpack_from(self._round)
+        return Call(failed), result
+
+
 class Reply:
     """A private buffer of a page's reply size at a fixed address, so that publishing it converts nothing."""
 
@@ -274,6 +376,10 @@ class HostPage:
         """Claim, copy, release. OK, LOST, LATE, CLOSED. Raises HostflagError: not gathered yet, a reply of another size."""
         status = self._calls.hostflag_publish(self._handle, round_, reply.address, reply.size)
         return self._outcome(status, "publish")
+
+    def publisher(self) -> tuple[int, int]:
+        """The address of `hostflag_publish`, and the page as it takes it: for native code that publishes by itself."""
+        return ctypes.cast(self._calls.hostflag_publish, ctypes.c_void_p).value or 0, self._handle.value or 0
 
     def fail(self, round_: int) -> Status:
         """The same with zeros. OK, LOST, LATE, CLOSED. Raises HostflagError: not gathered yet."""

@@ -84,6 +84,15 @@ typedef struct outgoing {
     unsigned char length[LENGTH_BYTES];
 } outgoing;
 
+/* Put the length in front of `bytes` in the pieces from the second on. */
+static void begin_frame(outgoing *frame, size_t bytes)
+{
+    for (int byte = 0; byte < LENGTH_BYTES; byte++)
+        frame->length[byte] = (unsigned char)(bytes >> (8 * byte));
+    frame->pieces[0] = (struct iovec){frame->length, LENGTH_BYTES};
+    frame->bytes = LENGTH_BYTES + bytes;
+}
+
 /* False where the frame is left to Python. */
 static bool prepare(outgoing *frame, const holding *held)
 {
@@ -96,11 +105,8 @@ static bool prepare(outgoing *frame, const holding *held)
     }
     if (bytes > UINT32_MAX)
         return false;
-    for (int byte = 0; byte < LENGTH_BYTES; byte++)
-        frame->length[byte] = (unsigned char)(bytes >> (8 * byte));
-    frame->pieces[0] = (struct iovec){frame->length, LENGTH_BYTES};
     frame->count = (size_t)held->count + 1;
-    frame->bytes = LENGTH_BYTES + bytes;
+    begin_frame(frame, bytes);
     return true;
 }
 
@@ -326,6 +332,140 @@ static PyObject *exchange_frames(PyObject *Py_UNUSED(self), PyObject *const *giv
     return result;
 }
 
+/* A round of an engine's, from what the device said of it to the release of the stream. */
+
+typedef struct serving {
+    Py_buffer round, record, meta, head, memory; /* in the order of the arguments */
+} serving;
+
+enum { SERVING_BUFFERS = 5, UNPUBLISHED = -1 };
+
+static void let_go(serving *held, int count)
+{
+    Py_buffer *all = &held->round;
+    while (count > 0)
+        PyBuffer_Release(&all[--count]);
+}
+
+/* The first five arguments. False with an exception, and nothing held. */
+static bool hold_serving(serving *held, PyObject *const *given)
+{
+    Py_buffer *all = &held->round;
+    for (int index = 0; index < SERVING_BUFFERS; index++) {
+        if (PyObject_GetBuffer(given[index], &all[index], index < 2 ? PyBUF_SIMPLE : PyBUF_WRITABLE) < 0) {
+            let_go(held, index);
+            return false;
+        }
+    }
+    const roundcalls_round *round = held->round.buf;
+    if ((size_t)held->round.len < sizeof *round ||
+        (size_t)held->round.len != sizeof *round + round->requests * sizeof round->of[0] || round->row_bytes == 0 ||
+        (size_t)held->meta.len < round->requests * 4 * sizeof(int32_t) || held->memory.len < LENGTH_BYTES) {
+        let_go(held, SERVING_BUFFERS);
+        PyErr_SetString(PyExc_ValueError, "not a round");
+        return false;
+    }
+    return true;
+}
+
+typedef struct served {
+    size_t head_bytes; /* 0: it was not begun */
+    ssize_t sent;      /* of the frame and its length; -1 with `error` */
+    bool is_out;
+    int outcome; /* of the reading; -1 with `error` */
+    int error;
+    int status; /* hostflag_publish's, or UNPUBLISHED */
+    int64_t sent_ns, answered_ns, ended_ns;
+} served;
+
+/* Everything up to the first wait. */
+static void begin_serving(const serving *held, uint64_t sequence, reading *in, served *how)
+{
+    const roundcalls_round *round = held->round.buf;
+    unsigned char *head = held->head.buf;
+    size_t rows_bytes = 0;
+    outgoing frame;
+    if (memcmp(round->record, held->record.buf, (size_t)held->record.len) != 0)
+        return;
+    memcpy(held->meta.buf, round->meta, round->requests * 4 * sizeof(int32_t));
+    how->head_bytes = roundcalls_write_step(round, sequence, held->meta.buf, head, (size_t)held->head.len, &rows_bytes);
+    if (how->head_bytes == 0)
+        return;
+    frame.pieces[1] = (struct iovec){head, how->head_bytes};
+    frame.pieces[2] = (struct iovec){(void *)(uintptr_t)round->rows, rows_bytes};
+    frame.count = 3;
+    begin_frame(&frame, how->head_bytes + rows_bytes);
+    how->sent_ns = now_ns();
+    in->until_ns = how->sent_ns + round->timeout_ns;
+    how->sent = send_some(in->fd, &frame);
+    how->error = errno;
+    how->is_out = how->sent >= 0 && (size_t)how->sent == frame.bytes;
+}
+
+/* Publish what came, if that is all that is wanted. */
+static void end_serving(const roundcalls_round *round, uint64_t sequence, const reading *in, served *how)
+{
+    const size_t length = in->to < LENGTH_BYTES ? 0 : length_of(in->memory);
+    how->answered_ns = now_ns();
+    if (how->outcome == CAME && length <= in->limit && in->to == LENGTH_BYTES + length &&
+        roundcalls_read_drafts(round, sequence, in->memory + LENGTH_BYTES, length)) {
+        how->status = round->publish(round->page, round->round, round->reply, round->reply_bytes);
+        how->ended_ns = now_ns();
+    }
+}
+
+/* serve(round, record, meta, head, memory, sequence, descriptor, limit, spin_ns) */
+static PyObject *serve_round(PyObject *Py_UNUSED(self), PyObject *const *given, Py_ssize_t count)
+{
+    served how = {.outcome = CAME, .status = UNPUBLISHED};
+    reading in = {.wanted = WHOLE};
+    PyObject *got;
+    serving held;
+    uint64_t sequence;
+    if (!has_arguments(count, 9))
+        return NULL;
+    sequence = PyLong_AsUnsignedLongLong(given[5]);
+    in.fd = (int)PyLong_AsLong(given[6]);
+    in.limit = PyLong_AsSize_t(given[7]);
+    in.spin_ns = PyLong_AsLongLong(given[8]);
+    if (PyErr_Occurred() || !hold_serving(&held, given))
+        return NULL;
+    in.memory = held.memory.buf;
+    in.capacity = (size_t)held.memory.len;
+    for (bool is_first = true;; is_first = false) {
+        Py_BEGIN_ALLOW_THREADS
+        if (is_first)
+            begin_serving(&held, sequence, &in, &how);
+        if (how.is_out) {
+            how.outcome = read_frame(&in);
+            how.error = errno;
+            if (how.outcome >= 0)
+                end_serving(held.round.buf, sequence, &in, &how);
+        }
+        Py_END_ALLOW_THREADS
+        if (how.outcome >= 0 || how.error != EINTR)
+            break;
+        if (PyErr_CheckSignals() < 0) {
+            if (in.to != 0) /* as in read_into */
+                shutdown(in.fd, SHUT_RDWR);
+            let_go(&held, SERVING_BUFFERS);
+            return NULL;
+        }
+    }
+    let_go(&held, SERVING_BUFFERS);
+    if (how.head_bytes == 0)
+        Py_RETURN_NONE;
+    if (how.sent < 0 || how.outcome < 0) {
+        errno = how.error;
+        got = PyObject_CallFunction(PyExc_OSError, "is", how.error, strerror(how.error));
+    } else {
+        got = how.is_out ? outcome_of(given[4], &in, how.outcome) : PyLong_FromSsize_t(-1 - how.sent);
+    }
+    return got == NULL ? NULL
+                       : Py_BuildValue("nLLLiN", (Py_ssize_t)how.head_bytes, (long long)how.sent_ns, (long long)how.answered_ns,
+                                       (long long)how.ended_ns, how.status, got);
+}
+
 static int add_all(PyObject *to, PyMethodDef *functions, PyObject *self)
 {
     for (PyMethodDef *each = functions; each->ml_name != NULL; each++) {
@@ -510,6 +650,7 @@ static PyMethodDef of_frames[] = {
     {"send", (PyCFunction)(void (*)(void))send_frame, METH_FASTCALL, NULL},
     {"receive", (PyCFunction)(void (*)(void))receive_frame, METH_FASTCALL, NULL},
     {"exchange", (PyCFunction)(void (*)(void))exchange_frames, METH_FASTCALL, NULL},
+    {"serve", (PyCFunction)(void (*)(void))serve_round, METH_FASTCALL, NULL},
     {"ucx_calls", (PyCFunction)(void (*)(void))ucx_calls, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -17,7 +17,7 @@
 #define ROUNDCALLS_API __attribute__((visibility("default")))
 
 /* Of the functions together: any change of them is another version. */
-#define ROUNDCALLS_VERSION 2u
+#define ROUNDCALLS_VERSION 3u
 #define ROUNDCALLS_NEVER INT64_MAX
 
 ROUNDCALLS_API uint32_t roundcalls_version(void);
@@ -25,6 +25,39 @@ ROUNDCALLS_API uint32_t roundcalls_version(void);
 ROUNDCALLS_API const char *roundcalls_build(void);
 /* A new dict of functions by name; with the GIL held. */
 ROUNDCALLS_API PyObject *roundcalls_functions(void);
+
+/* A round of an engine's in which nothing is out of the ordinary, as far as that is known before its data is there: every request
+ * wants drafts, goes on where the worker's rows of it end, and has one run of packed rows. native/round_calls.py packs it. */
+typedef struct roundcalls_request {
+    uint32_t slot, generation, first_pos, k_window;
+} roundcalls_request;
+
+/* roundcalls_publish is hostflag_publish. */
+typedef int roundcalls_publish(void *page, uint32_t round, const void *reply, uint32_t bytes);
+
+typedef struct roundcalls_round {
+    uint64_t session, step_id;
+    roundcalls_publish *publish;
+    void *page;
+    const unsigned char *record; /* what the host has said of the round, as it must still be */
+    const int32_t *meta;         /* what the device says of it: first position, rows, anchor token, whether drafts are wanted */
+    const unsigned char *rows;   /* packed, in the order of the requests */
+    int32_t *reply;              /* the result, as engine/result.py has it */
+    uint64_t rows_room;          /* bytes that may lie at `rows` */
+    int64_t timeout_ns;          /* from the sending on */
+    uint32_t round, requests, row_bytes, context;
+    uint32_t max_rows; /* of a STEP */
+    uint32_t slots, num_drafts, n_out, vocab_size, depth;
+    uint32_t reply_bytes, reserved;
+    roundcalls_request of[];
+} roundcalls_round;
+
+/* The head of its STEP in `head`, of `room` bytes, for a private copy of the metadata; the bytes of the head and of the rows behind
+ * it. 0: something is out of the ordinary. */
+size_t roundcalls_write_step(const roundcalls_round *round, uint64_t sequence, const int32_t *meta, unsigned char *head, size_t room,
+                             size_t *rows_bytes_p);
+/* Whether the frame is its faultless answer with drafts for everybody; then `round->reply` is the whole result. */
+int roundcalls_read_drafts(const roundcalls_round *round, uint64_t sequence, const unsigned char *frame, size_t bytes);
 
 /* Of step_calls.c; ends with NULL. */
 extern PyMethodDef roundcalls_of_steps[];

@@ -8,10 +8,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 
 from farspark.native.build import ROUNDCALLS, NativeUnavailable
 from farspark.native.loader import open_build
@@ -27,6 +28,10 @@ Outcome = tuple[int, bool, int, object]
 """Of UCX: a status, whether the frame is out, the length of the one that is there, and what keeps the pieces where they are as
 long as it lives (None unless the status is HELD)."""
 R = TypeVar("R")
+Served = tuple[int, int, int, int, int, memoryview | int | OSError]
+"""Bytes of the head that went out; when the STEP was sent, answered and ended, in nanoseconds of CLOCK_MONOTONIC; how
+`hostflag_publish` ended, UNPUBLISHED where it was not called; and what `exchange` returns, or raises."""
+UNPUBLISHED: Final = -1
 Made = tuple[type[Any], type[Any], type[Any], int, int]
 """Entry, EntryReply, DraftEntry; the statuses OK and PARTIAL_WINDOW."""
 Rules = tuple[int, int, int, int, int, int, int]
@@ -58,6 +63,25 @@ class RoundCalls(Protocol):
         self, descriptor: int, pieces: Sequence[Piece], memory: bytearray, limit: int, spin_ns: int, until_ns: int, /
     ) -> memoryview | int:
         """`send`, and if all is out `receive` of a whole frame into empty memory; else -1 less the bytes that are out."""
+        ...
+
+    def serve(
+        self,
+        round_: bytes,
+        record: bytes,
+        meta: Any,
+        head: bytearray,
+        memory: bytearray,
+        sequence: int,
+        descriptor: int,
+        limit: int,
+        spin_ns: int,
+        /,
+    ) -> Served | None:
+        """A whole ordinary round of an engine's, as `pack_round` made it: its data is there, and `record` is what the host has
+        said of it. Fills `meta`, int32 [n, 4] in writable memory, and `head` (`head_room` bytes), and publishes the result if the
+        answer has drafts for everybody and no fault. None: something is out of the ordinary, and nothing was done.
+        """
         ...
 
     # STEPs in which nothing is out of the ordinary. None, or False, where anything is, or may be; then nothing was changed, and
@@ -134,6 +158,46 @@ class UcxCalls(Protocol):
     def exchange(self, pieces: Sequence[Piece], limit: int, until_s: float, /) -> memoryview | Outcome:
         """`send`, then `receive`."""
         ...
+
+
+_ROUND: Final = struct.Struct("<9Qq12I")
+
+
+class OrdinaryRound(NamedTuple):
+    """`roundcalls_round` of round_calls.h, in its order; what starts with `at_` is an address."""
+
+    session: int
+    step_id: int
+    at_publish: int
+    at_page: int
+    at_record: int
+    at_meta: int
+    at_rows: int
+    at_reply: int
+    rows_room: int
+    timeout_ns: int
+    round: int
+    requests: int
+    row_bytes: int
+    context: int
+    max_rows: int
+    slots: int
+    num_drafts: int
+    n_out: int
+    vocab_size: int
+    depth: int
+    reply_bytes: int
+    reserved: int
+
+
+def pack_round(values: OrdinaryRound, requests: Sequence[int]) -> bytes:
+    """For `serve`. Of each request: slot, generation, first position, drafts that the target verified."""
+    return _ROUND.pack(*values) + struct.pack(f"<{len(requests)}I", *requests)
+
+
+def head_room(requests: int) -> int:
+    """Bytes of a STEP's head."""
+    return 48 + 32 * requests
 
 
 @functools.cache

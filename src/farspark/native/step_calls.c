@@ -140,6 +140,28 @@ static PyObject *number(int64_t value)
     return PyLong_FromLongLong(value);
 }
 
+static unsigned char *put_entry(unsigned char *to, const entry *one)
+{
+    to = put(to, (uint64_t)one->slot, 4);
+    to = put(to, (uint64_t)one->generation, 4);
+    to = put(to, (uint64_t)one->first_pos, 4);
+    to = put(to, (uint64_t)one->n_rows, 4);
+    to = put(to, (uint64_t)one->anchor_token, 4);
+    to = put(to, (uint64_t)one->anchor_pos, 4);
+    to = put(to, (uint64_t)one->flags, 2);
+    to = put(to, (uint64_t)one->k_window, 2);
+    to = put(to, (uint64_t)one->n_out, 2);
+    return put(to, 0, 2);
+}
+
+static void put_step(unsigned char *to, uint64_t step_id, uint64_t n_entries, uint64_t flags, uint64_t n_rows)
+{
+    to = put(to, step_id, 8);
+    to = put(to, n_entries, 2);
+    to = put(to, flags, 2);
+    put(to, n_rows, 4);
+}
+
 /* step_head(session, sequence, step_id, entries, rows_bytes, flags): what codec.encode_step_head returns */
 static PyObject *step_head(PyObject *Py_UNUSED(self), PyObject *const *given, Py_ssize_t count)
 {
@@ -163,27 +185,13 @@ static PyObject *step_head(PyObject *Py_UNUSED(self), PyObject *const *given, Py
         entry one;
         if (!read_entry(PyList_GetItem(given[3], index), &one))
             Py_RETURN_NONE;
-        to = put(to, (uint64_t)one.slot, 4);
-        to = put(to, (uint64_t)one.generation, 4);
-        to = put(to, (uint64_t)one.first_pos, 4);
-        to = put(to, (uint64_t)one.n_rows, 4);
-        to = put(to, (uint64_t)one.anchor_token, 4);
-        to = put(to, (uint64_t)one.anchor_pos, 4);
-        to = put(to, (uint64_t)one.flags, 2);
-        to = put(to, (uint64_t)one.k_window, 2);
-        to = put(to, (uint64_t)one.n_out, 2);
-        to = put(to, 0, 2);
+        to = put_entry(to, &one);
         n_rows += (uint64_t)one.n_rows;
     }
     if (n_rows > UINT32_MAX || rows_bytes > UINT32_MAX - sizeof head)
         Py_RETURN_NONE;
-    {
-        unsigned char *step = put_header(head, 0, session, sequence, (uint64_t)(to - head) - HEADER_BYTES + rows_bytes);
-        step = put(step, step_id, 8);
-        step = put(step, (uint64_t)n_entries, 2);
-        step = put(step, flags, 2);
-        put(step, n_rows, 4);
-    }
+    put_step(put_header(head, 0, session, sequence, (uint64_t)(to - head) - HEADER_BYTES + rows_bytes), step_id,
+             (uint64_t)n_entries, flags, n_rows);
     return PyBytes_FromStringAndSize((const char *)head, to - head);
 }
 
@@ -334,6 +342,71 @@ static PyObject *is_faultless(PyObject *Py_UNUSED(self), PyObject *const *given,
             Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
+}
+
+size_t roundcalls_write_step(const roundcalls_round *round, uint64_t sequence, const int32_t *meta, unsigned char *head, size_t room,
+                             size_t *rows_bytes_p)
+{
+    enum { START_POS, VALID_ROWS, ANCHOR_TOKEN, SAMPLED, COLUMNS };
+    const size_t bytes = HEADER_BYTES + STEP_BYTES + (size_t)round->requests * ENTRY_BYTES;
+    unsigned char *to = head + HEADER_BYTES + STEP_BYTES;
+    uint64_t n_rows = 0;
+    if (round->requests < 1 || round->requests > MAX_REQUESTS || bytes > room)
+        return 0;
+    for (uint32_t index = 0; index < round->requests; index++, meta += COLUMNS) {
+        const roundcalls_request *of = &round->of[index];
+        const entry one = {of->slot,     of->generation,       of->first_pos, meta[VALID_ROWS], meta[ANCHOR_TOKEN],
+                           (int64_t)of->first_pos + meta[VALID_ROWS], NEED_DRAFT,    of->k_window,     round->n_out};
+        if (meta[START_POS] < 0 || (uint32_t)meta[START_POS] != of->first_pos || meta[VALID_ROWS] < 1 ||
+            (uint32_t)meta[VALID_ROWS] > round->context || meta[SAMPLED] == 0)
+            return 0;
+        to = put_entry(to, &one);
+        n_rows += (uint64_t)one.n_rows;
+    }
+    if (n_rows > round->max_rows || n_rows > round->rows_room / round->row_bytes)
+        return 0;
+    *rows_bytes_p = n_rows * round->row_bytes;
+    put_step(put_header(head, 0, round->session, sequence, bytes - HEADER_BYTES + *rows_bytes_p), round->step_id, round->requests, 0,
+             n_rows);
+    return bytes;
+}
+
+int roundcalls_read_drafts(const roundcalls_round *round, uint64_t sequence, const unsigned char *frame, size_t bytes)
+{
+    enum { OUTCOME, REQUESTS, OK, ALL_HAVE_DRAFTS = 2 };
+    const size_t head = HEADER_BYTES + STEP_REPLY_BYTES, n = round->requests, n_values = n * round->num_drafts;
+    const size_t tokens_at = head + ENTRY_REPLY_BYTES * n, confidences_at = tokens_at + 4 * n_values;
+    const unsigned char *reply = frame + HEADER_BYTES;
+    int32_t *ok = round->reply + OK, *depths = ok + round->slots, *tokens = depths + round->slots;
+    int32_t *confidences = tokens + (size_t)round->slots * round->num_drafts;
+    if (n > round->slots || round->num_drafts > MAX_DRAFTS || bytes != confidences_at + 4 * n_values ||
+        round->reply_bytes < (size_t)(confidences - round->reply + (tokens - depths) * round->num_drafts) * 4)
+        return false;
+    if (!is_ours(frame, bytes, REPLY, round->session) || get(frame + 16, 8) != sequence || get(frame + 24, 2) != 0 ||
+        get(reply, 8) != round->step_id || get(reply + 8, 2) != n || get(reply + 10, 2) != round->num_drafts || get(reply + 12, 2) != 0)
+        return false;
+    memset(round->reply, 0, round->reply_bytes);
+    for (size_t index = 0; index < n; index++) {
+        const unsigned char *answer = frame + head + ENTRY_REPLY_BYTES * index;
+        const uint32_t wanted = round->n_out ? round->n_out : round->num_drafts;
+        if (get(answer, 4) != round->of[index].slot || get(answer + 4, 4) != round->of[index].generation ||
+            get(answer + 8, 4) > round->context || get(answer + 12, 2) >= NOT_NEEDED)
+            return false;
+        for (uint32_t at = 0; at < round->num_drafts; at++) {
+            const size_t place = index * round->num_drafts + at;
+            const uint32_t token = (uint32_t)get(frame + tokens_at + 4 * place, 4);
+            const uint32_t confidence = (uint32_t)get(frame + confidences_at + 4 * place, 4);
+            if (token >= round->vocab_size || confidence > ONE || (at >= wanted && (token | confidence) != 0))
+                return false;
+            tokens[place] = (int32_t)token;
+            confidences[place] = (int32_t)confidence;
+        }
+        ok[index] = 1;
+        depths[index] = (int32_t)round->depth;
+    }
+    round->reply[OUTCOME] = ALL_HAVE_DRAFTS;
+    round->reply[REQUESTS] = (int32_t)n;
+    return true;
 }
 
 /* What a session holds for a slot. */

@@ -98,16 +98,46 @@ class TcpChannel(GuardedChannelEnd):
                 )
             except OSError as error:
                 raise self._gone(error) from error
-            if type(got) is memoryview:
-                self._from = self._to = _LENGTH.size + len(got)
-                return got
-            if got < 0:
-                self._send_from(-1 - got, pieces, deadline)
-            else:
-                self._note(got)
-            return self._take(deadline)
+            return self._finish(got, pieces, deadline)
         finally:
             self._end()
+
+    def lend(self) -> tuple[int, bytearray, int, int] | None:
+        """For an exchange by native code of the caller's: descriptor, empty memory, greatest frame, nanoseconds to spin. None
+        where that cannot be had now. Raises TransportError. Everybody else keeps off until `take_back`, or `give_up`.
+        """
+        if self._calls is None:
+            return None
+        self._begin()
+        if self._to > self._from:
+            self._end()
+            return None
+        if self._from:
+            self._move_to_front()
+        return self._descriptor, self._memory, self.max_frame_bytes, self._spin_ns
+
+    def take_back(self, got: memoryview | int | OSError, pieces: Sequence[Piece], deadline: Deadline) -> memoryview:
+        """As `exchange`, where its native call has ended with `got`, in the memory that was lent."""
+        try:
+            if isinstance(got, OSError):
+                raise self._gone(got) from got
+            return self._finish(got, pieces, deadline)
+        finally:
+            self._end()
+
+    def give_up(self) -> None:
+        """What was lent was not used."""
+        self._end()
+
+    def _finish(self, got: memoryview | int, pieces: Sequence[Piece], deadline: Deadline) -> memoryview:
+        if type(got) is memoryview:
+            self._from = self._to = _LENGTH.size + len(got)
+            return got
+        if got < 0:
+            self._send_from(-1 - got, pieces, deadline)
+        else:
+            self._note(got)
+        return self._take(deadline)
 
     def recv(self, deadline: Deadline) -> memoryview:
         self._begin()

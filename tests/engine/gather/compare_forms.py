@@ -1,15 +1,17 @@
 """Both forms of the gather over the same random steps, in this process: on a GPU, or under TRITON_INTERPRET=1.
 
-Prints one line for each shape and ends with 1 at the first difference. A process of its own, because Triton decides at its
-import whether it interprets.
+Prints one line for each shape, on a GPU also with launches that Triton has no part in, and ends with 1 at the first difference. A
+process of its own, because Triton decides at its import whether it interprets.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import torch
 
+from farspark.engine.gather.direct import CudaKernels
 from farspark.engine.gather.forms import check_fused, first_difference, random_step
 from farspark.engine.gather.layout import GatherShape
 from farspark.engine.gather.torch_gather import TorchGather
@@ -24,8 +26,9 @@ SHAPES = (
 
 
 def main(device: torch.device, steps: int, *, plant: bool, plant_seed: bool) -> int:
-    for shape in SHAPES:
-        reference, fused = TorchGather(shape, device), TritonGather(shape, device)
+    drivers = [None] if device.type == "cpu" else [None, CudaKernels()]
+    for shape, driver in itertools.product(SHAPES, drivers):
+        reference, fused = TorchGather(shape, device), TritonGather(shape, device, driver=driver)
         for seed in range(steps):
             dtype = torch.float32 if seed % 3 == 2 else torch.bfloat16
             step = random_step(shape, device, seed, dtype)
@@ -42,7 +45,8 @@ def main(device: torch.device, steps: int, *, plant: bool, plant_seed: bool) -> 
             if difference is not None:
                 print(f"{shape}, step {seed}: {difference}")
                 return 1
-        print(f"{shape}: {steps} steps equal; the check at start says {check_fused(shape, device) or 'equal'}")
+        check = check_fused(shape, device, driver) or "equal"
+        print(f"{shape}: {steps} steps equal; the check at start says {check}; launched {fused.how_launched}")
     return 0
 
 

@@ -45,10 +45,12 @@ def test_both_forms_make_the_same_rows_ring_and_metadata() -> None:
 
 @pytest.mark.gpu
 def test_both_forms_make_the_same_rows_ring_and_metadata_on_a_gpu() -> None:
-    """With and without the three columns of sampled drafts."""
+    """With and without the three columns of sampled drafts; launched by Triton and, where that can be, directly."""
     found = compare("50", device="cuda")
     assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.count("50 steps equal; the check at start says equal") == 4
+    assert found.stdout.count("50 steps equal; the check at start says equal") == 8
+    # Rows of one shape are aligned in some steps at most.
+    assert found.stdout.count("launched by the driver") >= 3
 
 
 def test_a_difference_is_seen_and_named() -> None:
@@ -98,4 +100,6 @@ def test_a_fused_form_that_differs_or_fails_is_switched_off_with_a_warning(
 class _Stand:
     """In place of the module that imports Triton."""
 
-    TritonGather = TorchGather
+    @staticmethod
+    def TritonGather(*arguments: Any, driver: object, **options: Any) -> TorchGather:
+        return TorchGather(*arguments, **options)

@@ -14,7 +14,7 @@ from tests.fakes.async_world import HostDevice, make_info, talker_spec
 from farspark.engine.handoff import stream as module
 from farspark.engine.handoff.region import Region, RegionShape
 from farspark.engine.handoff.stream import HostStream, SelfTestError, StreamStuckError, self_test
-from farspark.native import HostPage, load
+from farspark.native import HostPage, Launch, load
 
 START = (1 << 32) - 1  # the two rounds of the check wrap around
 
@@ -127,6 +127,48 @@ def test_a_stream_that_is_parked_for_good_stops_the_start(
         self_test(stream, memory, page, device.buffers.result, START)
     stream.parked.set()
     stream.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "is_gathered"),
+    [
+        ("launch", False),
+        ("to_host", False),
+        ("write_gathered", False),
+        ("wait_released", True),
+        ("to_device", True),
+        ("write_consumed", True),
+    ],
+)
+def test_a_refused_call_ends_the_submission_and_parks_nothing_for_good(
+    region: tuple[Region, HostPage], call: str, is_gathered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, page = region
+    device = HostDevice(make_info())
+    stream = HostStream(page)
+    done: list[str] = []
+    for name in ("launch", "to_host", "write_gathered", "wait_released", "to_device", "write_consumed"):
+        before = getattr(stream, name)
+
+        def play(*arguments: int, name: str = name, before: Any = before) -> None:
+            if name == call:
+                raise module.DriverError("planted")
+            done.append(name)
+            if name != "launch":
+                before(*arguments)
+
+        monkeypatch.setattr(stream, name, play)
+    launch = Launch(0xF00D, 128, 0, 2)
+    copies = (memory.meta_address(0), device.buffers.meta, 16, memory.rows_address, device.buffers.rows, 16)
+    with pytest.raises(module.DriverError, match="planted"):
+        stream.submit(0, copies, device.buffers.result, launch.address)
+    every = ["launch", "to_host", "to_host", "write_gathered", "wait_released", "to_device", "write_consumed"]
+    assert done == every[: every.index(call)]
+    page.fail_all(0)
+    assert stream.wait_idle(2.0)
+    assert (page.words().gathered == 0) == is_gathered
+    stream.close()
+    assert stream.failure is None
 
 
 def test_no_cuda_driver_is_a_reason_not_a_crash(region: tuple[Region, HostPage]) -> None:

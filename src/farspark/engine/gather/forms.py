@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from farspark.engine.config import FusedGather
+from farspark.engine.gather.direct import CudaKernels, DirectLaunchError, KernelDriver
 from farspark.engine.gather.layout import GatherShape
 from farspark.engine.gather.torch_gather import StepTensors, TorchGather
 from farspark.errors import ConfigError
@@ -36,11 +37,18 @@ def make_gather(
         return in_torch("VLLM_DSPARK_REMOTE_FUSED_GATHER=0")
     if wanted is FusedGather.AUTO and device.type != "cuda":
         return in_torch(f"auto, and the device is {device.type}")
-    why = check_fused(shape, device)
+    driver, why_not_direct = _driver_of(device)
+    why = check_fused(shape, device, driver)
+    if why is not None and driver is not None:
+        # Perhaps it is only the launch that Triton has no part in.
+        driver, why_not_direct = None, why
+        why = check_fused(shape, device)
     if why is None:
         from farspark.engine.gather.triton_gather import TritonGather
 
-        gather = TritonGather(shape, device, has_host_buffers=has_host_buffers)
+        gather = TritonGather(
+            shape, device, driver=driver, why_not_direct=why_not_direct, has_host_buffers=has_host_buffers
+        )
         return Form(gather, True, f"{_CHECK_STEPS} steps equal the torch form's, bit for bit")
     if wanted is FusedGather.ON:
         raise ConfigError(
@@ -50,8 +58,21 @@ def make_gather(
     return in_torch(why)
 
 
-def check_fused(shape: GatherShape, device: torch.device) -> str | None:
-    """Why the fused form cannot be used on `device`; None if it makes the same bytes. Compiles the kernel."""
+def _driver_of(device: torch.device) -> tuple[KernelDriver | None, str]:
+    """What launches kernels without Triton; else None and why not."""
+    if device.type != "cuda":
+        return None, f"the device is {device.type}"
+    try:
+        return CudaKernels(), ""
+    except DirectLaunchError as error:
+        return None, str(error)
+
+
+def check_fused(shape: GatherShape, device: torch.device, driver: KernelDriver | None = None) -> str | None:
+    """Why the fused form cannot be used on `device`; None if it makes the same bytes. Compiles the kernel.
+
+    With a `driver` it launches the kernel as often as it can; without one all launches are Triton's.
+    """
     # The same kernel, on buffers that cost nothing.
     small = GatherShape(
         max_requests=shape.max_requests,
@@ -65,7 +86,7 @@ def check_fused(shape: GatherShape, device: torch.device) -> str | None:
     try:
         from farspark.engine.gather.triton_gather import TritonGather
 
-        reference, fused = TorchGather(small, device), TritonGather(small, device)
+        reference, fused = TorchGather(small, device), TritonGather(small, device, driver=driver)
         for seed in range(_CHECK_STEPS):
             step = random_step(small, device, seed, torch.bfloat16)
             for one in (reference, fused):

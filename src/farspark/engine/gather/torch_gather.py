@@ -96,6 +96,18 @@ class TorchGather:
         """Of the metadata, int32 `[slots, meta_columns]`, on the device."""
         return self._meta.data_ptr()
 
+    @property
+    def how_launched(self) -> str:
+        """For the statistics."""
+        return "torch operations"
+
+    def prepare(self, step: StepTensors) -> int:
+        """The address of a `Launch` that does what `pack` does, once, for whoever enqueues the rest in the same call.
+
+        0 where `pack` is to be called.
+        """
+        return 0
+
     def pack(self, step: StepTensors) -> None:
         """Enqueue all that `run` does on the device; the copies to the host are somebody else's."""
         self._enqueue(step, keep=True)

@@ -5,12 +5,15 @@ Importing this module imports Triton, which a device without a compiler for it d
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
+from farspark.engine.gather.direct import DirectLaunchError, KernelDriver, make_launch
 from farspark.engine.gather.torch_gather import StepTensors, TorchGather
+from farspark.native import Launch
 
 MAX_TAPS: Final = 8
 # Values of a row that one program copies; rows are 576 to 7,168 values a tap.
@@ -27,6 +30,20 @@ def _rounded(values):  # type: ignore[no-untyped-def]
     return kept.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
+@triton.jit
+def _read(hidden, at, column, inside):  # type: ignore[no-untyped-def]
+    values = tl.load(hidden + at + column, mask=inside, other=0.0)
+    if values.dtype != tl.bfloat16:
+        values = _rounded(values)
+    return values
+
+
+@triton.jit
+def _write(staging, ring, column, inside, kept, values):  # type: ignore[no-untyped-def]
+    tl.store(staging + column, values, mask=inside)
+    tl.store(ring + column, values, mask=column < kept)
+
+
 # Values that change from step to step are not specialised: a kernel for each kind of them would be compiled while serving.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["token_stride", "last_stride", "n", "context", "ring_length", "wants_drafts", "keep"],
@@ -36,6 +53,9 @@ def _rounded(values):  # type: ignore[no-untyped-def]
         "slots",
         "num_sampled",
         "num_rejected",
+        "last_sampled",
+        "next_prefill",
+        "meta",
         "temperature",
         "seeds",
     ],
@@ -74,6 +94,7 @@ def _pack_kernel(  # type: ignore[no-untyped-def]
     REQUESTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_SAMPLED: tl.constexpr,
+    IS_WIDE: tl.constexpr,
 ):
     """Program (r, c) copies columns c of packed row r, of every tap. Each finds its request by itself: n is small."""
     r = tl.program_id(0).to(tl.int64)
@@ -116,41 +137,266 @@ def _pack_kernel(  # type: ignore[no-untyped-def]
         inside = column < HIDDEN
         # Columns that the ring keeps: all of a row that is among the newest, else none.
         kept = tl.where(from_end <= ring_length, keep * HIDDEN, 0)
-        for tap in tl.static_range(TAPS):
-            if tap == 0:
-                hidden = tap0
-            elif tap == 1:
-                hidden = tap1
-            elif tap == 2:
-                hidden = tap2
-            elif tap == 3:
-                hidden = tap3
-            elif tap == 4:
-                hidden = tap4
-            elif tap == 5:
-                hidden = tap5
-            elif tap == 6:
-                hidden = tap6
-            else:
-                hidden = tap7
-            values = tl.load(hidden + source * token_stride + column, mask=inside, other=0.0)
-            if values.dtype != tl.bfloat16:
-                values = _rounded(values)
-            tl.store(staging + r * (TAPS * HIDDEN) + tap * HIDDEN + column, values, mask=inside)
-            tl.store(ring + place * (TAPS * HIDDEN) + tap * HIDDEN + column, values, mask=column < kept)
+        at = source * token_stride
+        if IS_WIDE:
+            at = tl.multiple_of(at, 16)  # else every value is read by itself
+        staged = staging + r * (TAPS * HIDDEN)
+        in_ring = ring + place * (TAPS * HIDDEN)
+        # All reads come first: none can begin behind a write that might change what it reads.
+        values0 = _read(tap0, at, column, inside)
+        if TAPS > 1:
+            values1 = _read(tap1, at, column, inside)
+        if TAPS > 2:
+            values2 = _read(tap2, at, column, inside)
+        if TAPS > 3:
+            values3 = _read(tap3, at, column, inside)
+        if TAPS > 4:
+            values4 = _read(tap4, at, column, inside)
+        if TAPS > 5:
+            values5 = _read(tap5, at, column, inside)
+        if TAPS > 6:
+            values6 = _read(tap6, at, column, inside)
+        if TAPS > 7:
+            values7 = _read(tap7, at, column, inside)
+        _write(staged, in_ring, column, inside, kept, values0)
+        if TAPS > 1:
+            _write(staged + HIDDEN, in_ring + HIDDEN, column, inside, kept, values1)
+        if TAPS > 2:
+            _write(staged + 2 * HIDDEN, in_ring + 2 * HIDDEN, column, inside, kept, values2)
+        if TAPS > 3:
+            _write(staged + 3 * HIDDEN, in_ring + 3 * HIDDEN, column, inside, kept, values3)
+        if TAPS > 4:
+            _write(staged + 4 * HIDDEN, in_ring + 4 * HIDDEN, column, inside, kept, values4)
+        if TAPS > 5:
+            _write(staged + 5 * HIDDEN, in_ring + 5 * HIDDEN, column, inside, kept, values5)
+        if TAPS > 6:
+            _write(staged + 6 * HIDDEN, in_ring + 6 * HIDDEN, column, inside, kept, values6)
+        if TAPS > 7:
+            _write(staged + 7 * HIDDEN, in_ring + 7 * HIDDEN, column, inside, kept, values7)
+
+
+_ARGUMENTS: Final = 27  # of the kernel, without its constants
+# What Triton tells kernels apart by: rows that can be read sixteen bytes at a time, and integers of 32 bits.
+_ALIGNED: Final = 16
+_GREATEST: Final = 2**31 - 1
+_WIDE: Final = 16  # of which the distance between two rows is a multiple, in values, where they are read in wide pieces
+
+_Kind = tuple[Any, ...]
+_Kept = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+class _Checked(NamedTuple):
+    """A step that was launched directly: what a later one must have in common with it to be launched in the same way.
+
+    Tensors that the runner keeps for its life are known by their identity, and nothing of them is read again.
+    """
+
+    launch: Launch
+    kept: _Kept
+    dtypes: list[torch.dtype]  # of the others: five, then the taps
+    stride: tuple[int, ...]  # of every tap
+    middle: tuple[int, ...]  # the arguments behind those of the others, up to the number of requests
 
 
 class TritonGather(TorchGather):
-    """As `TorchGather`, with one launch in place of its operations. Staging past the packed rows is left as it was."""
+    """As `TorchGather`, with one launch in place of its operations. Staging past the packed rows is left as it was.
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Raises ValueError for more taps than the kernel takes."""
+    The first launch of a kind of step goes through Triton, which compiles the kernel; further ones go to the driver where that
+    can be. Of one kind are steps for which Triton would take the same kernel.
+    """
+
+    def __init__(
+        self, *arguments: Any, driver: KernelDriver | None = None, why_not_direct: str = "not asked for", **options: Any
+    ) -> None:
+        """Without a `driver` every launch is Triton's, for the reason `why_not_direct`.
+
+        Raises ValueError for more taps than the kernel takes.
+        """
         super().__init__(*arguments, **options)
         if self.shape.taps > MAX_TAPS:
             raise ValueError(f"{self.shape.taps} taps; the fused gather takes {MAX_TAPS} at most")
         self._requests = triton.next_power_of_2(self.shape.max_requests)
+        self._blocks = triton.cdiv(self.shape.hidden_size, _BLOCK)
+        self._driver = driver
+        self._launches: dict[_Kind, Launch | None] = {}  # None: Triton's to make
+        self._why_not = why_not_direct if driver is None else "no step has come yet"
+        # Of the step at hand: addresses of its taps, and the two strides.
+        self._rows: list[int] = []
+        self._token_stride = self._last_stride = 0
+        self._step: StepTensors | None = None  # prepared: its memory must not be anybody else's before the launch
+        self._checked: _Checked | None = None
+        self._fixed = self._staging.data_ptr(), self.ring.rows.data_ptr(), self._meta.data_ptr()
+
+    @property
+    def how_launched(self) -> str:
+        is_direct = any(launch is not None for launch in self._launches.values())
+        return "by the driver" if is_direct else f"by Triton's launcher: {self._why_not}"
+
+    def prepare(self, step: StepTensors) -> int:
+        if (launch := self._prepare_again(step)) is None:
+            row_bound = min(step.row_bound, self.shape.max_rows)
+            self._check(step)
+            launch = self._launches.get(self._kind(step))
+            if launch is None or row_bound == 0:
+                return 0
+            self._fill(launch, step, row_bound, keep=True)
+            self._checked = self._note(launch, step)
+            self._enqueued_requests = step.num_requests
+        self._step = step
+        return launch.address
+
+    def _note(self, launch: Launch, step: StepTensors) -> _Checked:
+        """`_kind` has just looked at the step."""
+        slots = step.slots.data_ptr()
+        return _Checked(
+            launch,
+            (step.last_sampled, step.next_prefill_tokens, step.temperature, step.seeds),
+            [tensor.dtype for tensor in _changing(step)],
+            step.hidden[0].stride(),
+            (
+                step.last_sampled.data_ptr(),
+                self._last_stride,
+                step.next_prefill_tokens.data_ptr(),
+                slots if step.temperature is None else step.temperature.data_ptr(),
+                slots if step.seeds is None else step.seeds.data_ptr(),
+                *self._fixed,
+            ),
+        )
+
+    def _prepare_again(self, step: StepTensors) -> Launch | None:
+        """Fill the newest launch for a step like the one before it, with as few looks at tensors as tell that it is one; None
+        where it may be another. In a busy engine each look finds the tensor out of the caches.
+        """
+        checked, shape = self._checked, self.shape
+        if checked is None:
+            return None
+        last_sampled, next_prefill, temperature, seeds = checked.kept
+        if (
+            step.last_sampled is not last_sampled
+            or step.next_prefill_tokens is not next_prefill
+            or step.temperature is not temperature
+            or step.seeds is not seeds
+            or temperature is None  # the kernel is given the slots in its place
+            or seeds is None
+        ):
+            return None
+        row_bound, n, taps = step.row_bound, step.slots.size(0), step.hidden
+        tensors = _changing(step)
+        if (
+            not 0 < row_bound <= shape.max_rows
+            or not 1 <= n <= shape.max_requests
+            or [tensor.dtype for tensor in tensors] != checked.dtypes
+        ):
+            return None
+        stride, width = checked.stride, shape.hidden_size
+        for tap in taps:
+            if tap.stride() != stride or tap.size(-1) != width:
+                return None
+        others, rows = [tensor.data_ptr() for tensor in tensors[:_OTHERS]], [tap.data_ptr() for tap in taps]
+        bits = 0
+        for address in rows:
+            bits |= address
+        if bits % _ALIGNED:
+            return None
+        checked.launch.fill(
+            row_bound,
+            self._blocks,
+            *rows,
+            *rows[:1] * (MAX_TAPS - len(rows)),
+            stride[0],
+            *others,
+            *checked.middle,
+            n,
+            shape.context,
+            shape.ring,
+            step.wants_drafts,
+            True,
+            0,
+            0,
+        )
+        self._enqueued_requests = n
+        return checked.launch
 
     def _pack(self, step: StepTensors, row_bound: int, *, keep: bool) -> None:
+        if self._driver is None or row_bound == 0:
+            self._launch_by_triton(step, row_bound, keep=keep)
+            return
+        kind = self._kind(step)
+        launch = self._launches.get(kind)
+        if launch is not None:
+            self._fill(launch, step, row_bound, keep=keep)
+            self._driver.launch(launch, _current_stream(self._device))
+            return
+        kernel = self._launch_by_triton(step, row_bound, keep=keep)
+        if kind and kind not in self._launches:
+            try:
+                self._launches[kind] = make_launch(kernel, self._driver, _ARGUMENTS)
+            except DirectLaunchError as error:
+                self._launches[kind] = None
+                self._why_not = str(error)
+
+    def _kind(self, step: StepTensors) -> _Kind:
+        """Empty where nothing can be said of it. Leaves what it has read of the tensors for `_fill`."""
+        first = step.hidden[0]
+        dtype, stride = first.dtype, first.stride()
+        rows, bits = [], 0
+        for tap in step.hidden:
+            if tap.dtype is not dtype or tap.stride() != stride:
+                return ()
+            address = tap.data_ptr()
+            rows.append(address)
+            bits |= address
+        token_stride, column_stride = stride
+        last_stride = step.last_sampled.stride(0)
+        # Of unaligned rows each makes a kernel of its own.
+        if bits % _ALIGNED or column_stride != 1 or token_stride > _GREATEST or last_stride > _GREATEST:
+            return ()
+        self._rows, self._token_stride, self._last_stride = rows, token_stride, last_stride
+        return (
+            token_stride % _WIDE == 0,
+            dtype,
+            step.positions.dtype,
+            step.query_start_loc.dtype,
+            step.slots.dtype,
+            step.num_sampled.dtype,
+            step.num_rejected.dtype,
+            step.last_sampled.dtype,
+            step.next_prefill_tokens.dtype,
+            None if step.temperature is None else step.temperature.dtype,
+            None if step.seeds is None else step.seeds.dtype,
+        )
+
+    def _fill(self, launch: Launch, step: StepTensors, row_bound: int, *, keep: bool) -> None:
+        """The arguments in the kernel's order, then no scratch memory. `_kind` has just looked at the step."""
+        rows, slots = self._rows, step.slots.data_ptr()
+        launch.fill(
+            row_bound,
+            self._blocks,
+            *rows,
+            *rows[:1] * (MAX_TAPS - len(rows)),
+            self._token_stride,
+            step.positions.data_ptr(),
+            step.query_start_loc.data_ptr(),
+            slots,
+            step.num_sampled.data_ptr(),
+            step.num_rejected.data_ptr(),
+            step.last_sampled.data_ptr(),
+            self._last_stride,
+            step.next_prefill_tokens.data_ptr(),
+            slots if step.temperature is None else step.temperature.data_ptr(),
+            slots if step.seeds is None else step.seeds.data_ptr(),
+            *self._fixed,
+            step.slots.shape[0],
+            self.shape.context,
+            self.shape.ring,
+            step.wants_drafts,
+            keep,
+            0,
+            0,
+        )
+
+    def _launch_by_triton(self, step: StepTensors, row_bound: int, *, keep: bool) -> Any:
+        """The kernel that it took; None where Triton interprets."""
         shape = self.shape
         taps = [*step.hidden, *[step.hidden[0]] * (MAX_TAPS - shape.taps)]
         strides = {(hidden.stride(0), hidden.stride(1)) for hidden in taps}
@@ -158,7 +404,7 @@ class TritonGather(TorchGather):
         if len(strides) > 1 or column_stride != 1:
             raise ValueError(f"hidden states with strides {sorted(strides)}; the fused gather takes equal, dense rows")
         next_prefill = step.next_prefill_tokens
-        _pack_kernel[(row_bound, triton.cdiv(shape.hidden_size, _BLOCK))](
+        return _pack_kernel[(row_bound, self._blocks)](
             *taps,
             token_stride,
             step.positions,
@@ -185,4 +431,27 @@ class TritonGather(TorchGather):
             REQUESTS=self._requests,
             COLUMNS=shape.meta_columns,
             IS_SAMPLED=shape.is_sampled,
+            IS_WIDE=token_stride % _WIDE == 0,
         )
+
+
+_OTHERS: Final = 5
+
+
+def _changing(step: StepTensors) -> tuple[torch.Tensor, ...]:
+    """Tensors that may be others in every step, in the order of the kernel's arguments, and then the taps."""
+    return (
+        step.positions,
+        step.query_start_loc,
+        step.slots,
+        step.num_sampled,
+        step.num_rejected,
+        *step.hidden,
+    )
+
+
+def _current_stream(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -53,8 +54,20 @@ def main(fd: int) -> int:
     page = HostPage.attach(library, region.memory, region.page_offset)
     stats, ring = Stats(), StagedRing(region)
     talker = Talker(job.spec, ring, stats, ring_lags=True)
-    proxy = Proxy(page, region, ring, talker, stats, spin_ns=job.spin_ns, nap_ns=job.nap_ns, tells=True)
+    proxy = Proxy(
+        page,
+        region,
+        ring,
+        talker,
+        stats,
+        spin_ns=job.spin_ns,
+        nap_ns=job.nap_ns,
+        tells=True,
+    )
     talker.start()
+    # What is there now stays; a collection while a stream is parked need not look at it.
+    gc.collect()
+    gc.freeze()
     region.say_ready(os.getpid())
     try:
         proxy.run(job.first)

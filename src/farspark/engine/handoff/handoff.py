@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -83,12 +84,11 @@ class Handoff:
         self._stats = stats
         model = region.shape.model
         self._row_bytes = model.row_bytes
-        self._reply_address = page.info.address + page.info.reply_offset
-        self._reply_bytes = page.info.reply_bytes
         self._staged = region.wanted.copy()  # of the asks: what was answered
         self._asks = region.asks
         self._has_more = False  # asks are left for slots that were in no round since
         self._is_begun = False
+        self._launch = 0  # of the gather, where the round's own call is to make it
         self._spent_ns = 0
         self._is_death_said = False
         self._is_closing = False  # ended by `close`, not by a death
@@ -107,12 +107,17 @@ class Handoff:
         """Host memory that is registered with the driver."""
         return self._region.size
 
-    def begin(self, pack: Callable[[], object]) -> None:
-        """`pack` enqueues the gather. Not called while nobody serves rounds: the rows would be nobody's."""
+    def begin(self, pack: Callable[..., object], *step: Any, prepare: Callable[..., int] | None = None) -> None:
+        """`pack` enqueues the gather of `step`. Where `prepare` gives the address of a `Launch` that does the same, `submit`
+        makes it, and nothing may be enqueued between the two. Neither is called while nobody serves rounds: the rows would be
+        nobody's.
+        """
         started = time.perf_counter_ns()
         self._is_begun = self._gate.is_open
         if self._is_begun:
-            self.stream.run(pack)
+            self._launch = 0 if prepare is None else prepare(*step)
+            if not self._launch:
+                self.stream.run(functools.partial(pack, *step))
         self._spent_ns = time.perf_counter_ns() - started
 
     def submit(self, submission: Submission) -> bool:
@@ -134,17 +139,14 @@ class Handoff:
             windows = self._windows(submission.slots)
         self._region.describe(round_, submission, windows)
         self._shapes[round_ % _SHAPES_KEPT] = (round_, submission.phase, len(submission.slots))
-        stream, region, buffers = self.stream, self._region, self._buffers
-        stream.to_host(region.meta_address(round_), buffers.meta, region.meta_row_bytes * len(submission.slots))
+        region, buffers = self._region, self._buffers
+        copies = [region.meta_address(round_), buffers.meta, region.meta_row_bytes * len(submission.slots)]
         if submission.row_bound:
-            stream.to_host(region.rows_address, buffers.rows, submission.row_bound * self._row_bytes)
+            copies += (region.rows_address, buffers.rows, submission.row_bound * self._row_bytes)
         for slot in windows:
             size = region.window_bytes
-            stream.to_host(region.window_address(slot), buffers.ring + slot * size, size)
-        stream.write_gathered(round_)
-        stream.wait_released(round_)
-        stream.to_device(buffers.result, self._reply_address, self._reply_bytes)
-        stream.write_consumed(round_)
+            copies += (region.window_address(slot), buffers.ring + slot * size, size)
+        self.stream.submit(round_, copies, buffers.result, self._launch)
         self._stats.record_us("rank0_submit_us", (self._spent_ns + time.perf_counter_ns() - started) / 1000)
         return True
 

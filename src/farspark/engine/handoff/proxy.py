@@ -6,12 +6,15 @@ stream refill the staging while this side still reads, so what was read for a lo
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from farspark.engine.handoff.ordinary import Ready, open_ordinary_rounds
 from farspark.engine.handoff.region import KEPT, Region, distance, next_round
 from farspark.engine.result import PackedResult, RoundOutcome
 from farspark.engine.round import MetaColumn, Phase, RoundInput, RoundRequest, WindowPending
@@ -19,10 +22,14 @@ from farspark.engine.talker import Talker
 from farspark.native import HostPage, Status
 from farspark.stats import Stats
 
+logger = logging.getLogger(__name__)
+
 # How long one wait takes at most: how often an idle proxy shows that it lives.
 _SLICE_NS: Final = 50_000_000
 # How often it looks for what the engine thread says of the next round, as long as that is not there.
 _LOOK_NS: Final = 1_000_000
+# The same where it has its core to itself: before the stream comes to the round there is time then to lay it ready.
+_LOOK_OFTEN_NS: Final = 20_000
 _DETAILS_EVERY_NS: Final = 500_000_000
 # The stream copies the metadata of round t + KEPT into the place of t's once it has passed round t + KEPT - 1.
 _READABLE: Final = KEPT - 1
@@ -95,19 +102,22 @@ class Proxy:
         self._context = region.shape.model.context
         self._round = 0
         self._known: _Known | None = None  # of the round at hand, once the engine thread has said it
+        self._ordinary = open_ordinary_rounds(page, region, talker, self._reply)
+        self._ready: Ready | None = None  # for the round at hand
 
     def run(self, first: int) -> Status:
         """Serve rounds from number `first` on; returns when everything was failed ahead (ENDED) or the page is gone (CLOSED)."""
         self._round = first
-        self._known = None
+        self._known = self._ready = None
         while True:
             self._region.beat()
             is_known = self._look_ahead()
+            self._lay_ready()
             status = self._page.wait_gathered(
                 self._round,
                 spin_ns=self._spin_ns,
                 nap_ns=self._nap_ns,
-                deadline_ns=time.monotonic_ns() + (_SLICE_NS if is_known else _LOOK_NS),
+                deadline_ns=time.monotonic_ns() + self._slice_ns(is_known=is_known),
             )
             if status is Status.OK:
                 self._serve()
@@ -121,7 +131,13 @@ class Proxy:
             self._region.note(self._round)
             self._tell(has_news=True)
             self._round = next_round(self._round)
-            self._known = None
+            self._known = self._ready = None
+
+    def _slice_ns(self, *, is_known: bool) -> int:
+        if is_known:
+            return _SLICE_NS
+        has_time = self._tells and not self._nap_ns  # a thread would take the GIL from the engine's
+        return _LOOK_OFTEN_NS if has_time else _LOOK_NS
 
     def _look_ahead(self) -> bool:
         """Read what the engine thread has said of the round at hand, most often long before the stream comes to it."""
@@ -130,6 +146,14 @@ class Proxy:
             if record is not None:
                 self._known = self._decode(record)
         return self._known is not None
+
+    def _lay_ready(self) -> None:
+        """What a round needs that can be had before its data is there."""
+        known, ready = self._known, self._ready
+        if self._ordinary is None or known is None or known.windows:
+            self._ready = None
+        elif ready is None or ready.record is not known.record:
+            self._ready = self._ordinary.lay_ready(self._round, known.record, known.requests)
 
     def _look_again(self) -> bool:
         """The same once the round is gathered: from here on what is read is certain."""
@@ -153,12 +177,17 @@ class Proxy:
 
     def _serve(self) -> None:
         began_ns = time.monotonic_ns()
-        if not self._look_again():
+        if self._known is None and self._look_ahead():
+            self._lay_ready()  # late, and still quicker than without
+        served = None
+        if self._ordinary is not None and self._ready is not None:
+            served = self._ordinary.serve(self._ready)
+        if served is None and not self._look_again():
             # The engine is so far ahead that it has replaced what it said of this round.
             self._page.fail(self._round)
             self._forget(1)
             return
-        step = self._step(with_rows=True)
+        step = self._step(with_rows=True, meta=None if served is None else served.meta)
         if self._talker.capture is not None:
             # The stream refills the staging once it is released.
             step = RoundInput(step.requests, step.meta, memoryview(bytes(step.rows)), step.phase)
@@ -167,17 +196,33 @@ class Proxy:
 
         def deliver() -> bool:
             nonlocal ended_ns, is_delivered
-            is_delivered = self._page.publish(self._round, self._reply) is Status.OK
-            ended_ns = time.monotonic_ns()
+            if served is not None and served.is_published is not None:
+                ended_ns, is_delivered = served.ended_ns, served.is_published
+            else:
+                is_delivered = self._page.publish(self._round, self._reply) is Status.OK
+                ended_ns = time.monotonic_ns()
             return is_delivered
 
-        outcome = self._talker.round.run(step, self._result, deliver)
+        try:
+            if served is None:
+                outcome = self._talker.round.run(step, self._result, deliver)
+            else:
+                outcome = self._talker.round.finish(step, self._result, deliver, served.answered)
+        finally:
+            if self._ordinary is not None and served is not None:
+                self._ordinary.settle(served)
         if not is_delivered and not self._is_readable():
             # The metadata may have been another round's: what was noted from it is worth nothing.
             self._forget(0)
         parked_us = (ended_ns - began_ns) / 1000
         self._stats.record_us(f"proxy_parked_us_{step.phase.value}", parked_us)
+        if (asked := self._talker.round.asked_and_answered_s) is not None:
+            # With the client's round trip between the two they are what the stream was parked for.
+            self._stats.record_us("proxy_before_us", asked[0] * 1e6 - began_ns / 1000)
+            self._stats.record_us("proxy_after_us", ended_ns / 1000 - asked[1] * 1e6)
         if is_delivered:
+            if served is not None and served.is_published:
+                self._stats.add("rounds_in_one_call")
             if outcome is not RoundOutcome.FAILED:
                 self._stats.record_us("rank0_round_us", parked_us)
             if self._talker.capture is not None:
@@ -207,11 +252,12 @@ class Proxy:
         """Whether the metadata that was read last was that of the round at hand."""
         return distance(self._page.words().gathered, self._round) < _READABLE
 
-    def _step(self, *, with_rows: bool) -> RoundInput:
-        """The round at hand in private memory, but for its rows."""
+    def _step(self, *, with_rows: bool, meta: npt.NDArray[np.int32] | None = None) -> RoundInput:
+        """The round at hand in private memory, but for its rows; `meta` where it was read already."""
         known = self._known
         assert known is not None
-        meta = self._region.meta(self._round, len(known.requests))
+        if meta is None:
+            meta = self._region.meta(self._round, len(known.requests))
         self._ring.begin(known.windows)
         rows = 0
         if with_rows:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -141,6 +142,7 @@ class Region:
         ring = self._take(model.slots * model.ring * model.row_bytes)
         rows = self._take(shape.max_rows * model.row_bytes)
         self.page_offset: Final = page
+        self._records_offset: Final = records
         self.meta_offset: Final = meta
         self.windows_offset: Final = ring
         self.rows_offset: Final = rows
@@ -159,18 +161,12 @@ class Region:
         self.words: npt.NDArray[np.uint32] = array(words, np.uint32, 8)
         self.wanted: npt.NDArray[np.uint32] = array(wanted, np.uint32, model.slots)
         self._records = view[records : records + self._record_bytes * kept]
-        words_in_record = array(records, np.int32, kept, self._record_bytes // 4)
-        at = _HEAD_BYTES // 4 + 2 * model.slots
-        self._slots: npt.NDArray[np.int32] = words_in_record[:, at : at + model.slots]
-        at += model.slots
-        self._k_windows: npt.NDArray[np.int32] = words_in_record[:, at : at + model.slots]
-        at += model.slots
-        self._windows: npt.NDArray[np.int32] = words_in_record[:, at : at + model.slots]
+        # What stands behind a record's number, by requests: owners, slots, k_windows. The windows come last.
+        self._bodies = [struct.Struct(f"<III{n}Q{2 * n}i") for n in range(model.slots + 1)]
         self._meta: npt.NDArray[np.int32] = array(meta, np.int32, kept, model.slots, columns)
         # For single numbers: an array of numpy's takes several times as long to be written to.
         self._word_view = self.words.data
         self._head_words = self._records.cast("I")
-        self._owner_words = self._records.cast("Q")
         self.address: Final = int(array(0, np.uint8, 1).ctypes.data)
         self.counters: Final = Area(view[areas[0] : areas[0] + 2 * _STATS_BYTES])
         self.details: Final = Area(view[areas[1] : areas[1] + 2 * _STATS_BYTES])
@@ -195,18 +191,22 @@ class Region:
         head = at * self._record_bytes // 4
         words = self._head_words
         words[head] = (round_ + 1) % ROUNDS  # never found in this place
-        words[head + 1] = n
-        words[head + 2] = 0 if submission.phase is Phase.DECODE else 1
-        words[head + 3] = len(windows)
-        self._slots[at, :n] = submission.slots
-        self._k_windows[at, :n] = submission.k_windows
-        place = (at * self._record_bytes + _HEAD_BYTES) // 8
-        owners = self._owner_words
-        for owner in submission.owners:
-            owners[place] = owner
-            place += 1
+        k_windows = submission.k_windows
+        self._bodies[n].pack_into(
+            self._records,
+            4 * (head + 1),
+            n,
+            submission.phase is not Phase.DECODE,
+            len(windows),
+            *submission.owners,
+            *submission.slots.tolist(),
+            *([k_windows] * n if isinstance(k_windows, int) else k_windows.tolist()),
+        )
         if windows:
-            self._windows[at, : len(windows)] = windows
+            place = head + (_HEAD_BYTES + 16 * n) // 4
+            for slot in windows:
+                words[place] = slot
+                place += 1
         words[head] = round_
 
     def meta_address(self, round_: int) -> int:
@@ -216,6 +216,11 @@ class Region:
     def window_address(self, slot: int) -> int:
         """Where the stream puts the ring rows of `slot`, all of them, in the ring's own order."""
         return self.address + self.windows_offset + slot * self._window_bytes
+
+    @property
+    def max_copies(self) -> int:
+        """That a round's stream makes to here: metadata, rows, a window of every slot."""
+        return 2 + self.shape.model.slots
 
     @property
     def rows_address(self) -> int:
@@ -239,19 +244,16 @@ class Region:
         copy = bytes(self._records[at : at + self._record_bytes])
         return copy if self._head_words[at // 4] == round_ else None
 
+    def record_address(self, round_: int) -> int:
+        """Where the descriptor of `round_` is, if it is there, as long as a copy of it."""
+        return self.address + self._records_offset + (round_ % KEPT) * self._record_bytes
+
     def decode(self, record: bytes) -> Descriptor:
-        slots = self.shape.model.slots
-        words = memoryview(record).cast("i")
-        n, phase, windows = words[1], words[2], words[3]
-        owners = memoryview(record[_HEAD_BYTES : _HEAD_BYTES + 8 * n]).cast("Q")
-        at = _HEAD_BYTES // 4 + 2 * slots
-        return Descriptor(
-            words[at : at + n].tolist(),
-            owners.tolist(),
-            words[at + slots : at + slots + n].tolist(),
-            _PHASES[phase],
-            words[at + 2 * slots : at + 2 * slots + windows].tolist(),
-        )
+        n = int.from_bytes(record[4:8], "little")
+        _, phase, windows, *values = self._bodies[n].unpack_from(record, 4)
+        at = (_HEAD_BYTES + 16 * n) // 4
+        asked = memoryview(record).cast("i")[at : at + windows].tolist() if windows else []
+        return Descriptor(values[n : 2 * n], values[:n], values[2 * n :], _PHASES[phase], asked)
 
     def meta(self, round_: int, n: int) -> npt.NDArray[np.int32]:
         """A copy, int32 `[n, columns]`. Only what `gathered` says afterwards tells whether it still was that round's."""

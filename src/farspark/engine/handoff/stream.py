@@ -11,12 +11,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from farspark.engine.handoff.region import Region, distance, next_round
 from farspark.errors import FarsparkError
-from farspark.native import HostPage, Status
+from farspark.native import Call, DeviceCalls, HostPage, Status, Submitter
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,13 @@ class Stream(Protocol):
 
     def to_device(self, to: int, source: int, size: int) -> None: ...
 
-    def write_gathered(self, round_: int) -> None: ...
+    def submit(self, round_: int, copies: Sequence[int], result: int, launch: int = 0) -> None:
+        """A whole round in one go: the launch, the copies to the host (to, source, size, one after the other), `gathered`, the
+        wait, the reply into `result` on the device, `consumed`. `launch` is the address of a `Launch`, 0 for none.
 
-    def wait_released(self, round_: int) -> None: ...
-
-    def write_consumed(self, round_: int) -> None: ...
+        Raises DriverError; what was enqueued before the refusal stays, and may park the stream until everything is failed.
+        """
+        ...
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Whether everything is done by then."""
@@ -74,8 +76,6 @@ class Stream(Protocol):
 # ---- CUDA
 
 _PORTABLE_AND_MAPPED: Final = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
-_WAIT_GEQ: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ: cyclic
-_WRITE_DEFAULT: Final = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: behind a barrier for all that the stream wrote before
 _NOT_READY: Final = 600
 _POINTER, _U64, _U32, _SIZE = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t
 _CALLS: Final[dict[str, tuple[Any, ...]]] = {
@@ -87,9 +87,21 @@ _CALLS: Final[dict[str, tuple[Any, ...]]] = {
     "cuMemcpyHtoDAsync_v2": (_U64, _POINTER, _SIZE, _POINTER),
     "cuStreamWriteValue32_v2": (_POINTER, _U64, _U32, ctypes.c_uint),
     "cuStreamWaitValue32_v2": (_POINTER, _U64, _U32, ctypes.c_uint),
+    "cuLaunchKernel": (_POINTER, *[ctypes.c_uint] * 7, _POINTER, _POINTER, _POINTER),
     "cuStreamQuery": (_POINTER,),
     "cuGetErrorString": (ctypes.c_int, _POINTER),
 }
+
+
+# What hostflag_submit calls, in the order of `DeviceCalls`.
+_OF_A_ROUND: Final = {
+    Call.LAUNCH: "cuLaunchKernel",
+    Call.COPY: "cuMemcpyDtoHAsync_v2",
+    Call.COPY_REPLY: "cuMemcpyHtoDAsync_v2",
+    Call.WRITE_GATHERED: "cuStreamWriteValue32_v2",
+    Call.WAIT_RELEASED: "cuStreamWaitValue32_v2",
+}
+_NAMES: Final = {**_OF_A_ROUND, Call.WRITE_CONSUMED: "cuStreamWriteValue32_v2"}
 
 
 class _Driver:
@@ -109,6 +121,10 @@ class _Driver:
         self.check("cuCtxGetCurrent", self.library.cuCtxGetCurrent(ctypes.byref(context)))
         if not context.value:
             raise DriverError("this thread has no CUDA context")
+
+    def address(self, name: str) -> int:
+        """Of a function."""
+        return ctypes.cast(getattr(self.library, name), ctypes.c_void_p).value or 0
 
     def check(self, name: str, result: int) -> None:
         if result:
@@ -130,8 +146,6 @@ class CudaStream:
         self._current = current
         self._copy_to_host = calls.cuMemcpyDtoHAsync_v2
         self._copy_to_device = calls.cuMemcpyHtoDAsync_v2
-        self._write_value = calls.cuStreamWriteValue32_v2
-        self._wait_value = calls.cuStreamWaitValue32_v2
         self._driver.check(
             "cuMemHostRegister", calls.cuMemHostRegister_v2(region.address, region.size, _PORTABLE_AND_MAPPED)
         )
@@ -145,10 +159,12 @@ class CudaStream:
         except DriverError:
             self.close()
             raise
-        offset = page.info.address - region.address
-        self._gathered = base.value + offset + page.info.gathered_offset
-        self._released = base.value + offset + page.info.released_offset
-        self._consumed = base.value + offset + page.info.consumed_offset
+        self._submitter = Submitter(
+            page,
+            DeviceCalls(*(self._driver.address(name) for name in _OF_A_ROUND.values())),
+            device_page=base.value + page.info.address - region.address,
+            max_copies=region.max_copies,
+        )
 
     def run(self, work: Callable[[], object]) -> None:
         work()
@@ -163,20 +179,16 @@ class CudaStream:
         if result:
             self._driver.check("cuMemcpyHtoDAsync", result)
 
-    def write_gathered(self, round_: int) -> None:
-        result = self._write_value(self._current(), self._gathered, round_, _WRITE_DEFAULT)
-        if result:
-            self._driver.check("cuStreamWriteValue32", result)
+    def submit(self, round_: int, copies: Sequence[int], result: int, launch: int = 0) -> None:
+        status = self._submitter.submit(self._current(), round_, copies, result, launch)
+        if status is not Status.OK:
+            self._refuse(status)
 
-    def wait_released(self, round_: int) -> None:
-        result = self._wait_value(self._current(), self._released, round_, _WAIT_GEQ)
-        if result:
-            self._driver.check("cuStreamWaitValue32", result)
-
-    def write_consumed(self, round_: int) -> None:
-        result = self._write_value(self._current(), self._consumed, round_, _WRITE_DEFAULT)
-        if result:
-            self._driver.check("cuStreamWriteValue32", result)
+    def _refuse(self, status: Status) -> None:
+        if status is not Status.REFUSED:
+            raise DriverError(f"a round was submitted to a page that is {status.name.lower()}")
+        call, result = self._submitter.refusal()
+        self._driver.check(f"{_NAMES[call]} ({call.name.lower().replace('_', ' ')})", result)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Never by a call that would wait for good. Raises DriverError where the device itself has failed."""
@@ -202,14 +214,45 @@ class CudaStream:
 # ---- without a device
 
 
+_LaunchCall: Final = ctypes.CFUNCTYPE(
+    ctypes.c_int, _POINTER, *[ctypes.c_uint] * 7, _POINTER, ctypes.POINTER(_POINTER), _POINTER
+)
+_CopyCall: Final = ctypes.CFUNCTYPE(ctypes.c_int, _U64, _U64, _SIZE, _POINTER)
+_ValueCall: Final = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, _U64, _U32, ctypes.c_uint)
+_RAISED: Final = 1  # what a call returns whose Python raised
+_MAX_COPIES: Final = 64
+
+
 class HostStream:
-    """A thread that does what a stream does, in order, on addresses of the host's. For tests."""
+    """A thread that does what a stream does, in order, on addresses of the host's. For tests.
+
+    Rounds come to it as they come to a device's driver, through the native helper.
+    """
 
     mechanism: Final = "a thread in place of a stream"
 
     def __init__(self, page: HostPage) -> None:
         self._page = page
-        self._reply = page.make_reply()
+        self._raised: BaseException | None = None  # by a call of the submission at hand
+        info = page.info
+        words = {
+            info.address + info.gathered_offset: lambda round_: self.write_gathered(round_),
+            info.address + info.released_offset: lambda round_: self.wait_released(round_),
+            info.address + info.consumed_offset: lambda round_: self.write_consumed(round_),
+        }
+        self._driver = (
+            _LaunchCall(lambda function, *shape_and_more: self._answer(self.launch, function or 0)),
+            _CopyCall(lambda to, source, size, _: self._answer(self.to_host, to, source, size)),
+            _CopyCall(lambda to, source, size, _: self._answer(self.to_device, to, source, size)),
+            _ValueCall(lambda _, address, value, __: self._answer(words[address], value)),
+        )
+        launch, to_host, to_device, value = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in self._driver)
+        self._submitter = Submitter(
+            page,
+            DeviceCalls(launch, to_host, to_device, value, value),
+            device_page=info.address,
+            max_copies=_MAX_COPIES,
+        )
         self._work: deque[Callable[[], object]] = deque()  # guarded by _changed, as is what follows
         self._changed = threading.Condition()
         self._is_busy = False
@@ -228,6 +271,27 @@ class HostStream:
 
     def to_device(self, to: int, source: int, size: int) -> None:
         self.run(lambda: ctypes.memmove(to, source, size))
+
+    def launch(self, function: int) -> None:
+        """Nothing of the host's can be launched."""
+        raise DriverError(f"function {function:#x} cannot be launched without a device")
+
+    def submit(self, round_: int, copies: Sequence[int], result: int, launch: int = 0) -> None:
+        self._raised = None
+        status = self._submitter.submit(0, round_, copies, result, launch)
+        if self._raised is not None:
+            raise self._raised
+        if status is not Status.OK:
+            raise DriverError(f"a round was submitted to a page that is {status.name.lower()}")
+
+    def _answer(self, work: Callable[..., object], *arguments: int) -> int:
+        """As a driver does: no exception passes through the helper."""
+        try:
+            work(*arguments)
+        except BaseException as error:
+            self._raised = error
+            return _RAISED
+        return 0
 
     def write_gathered(self, round_: int) -> None:
         self.run(lambda: self._page.gather(round_))
@@ -289,8 +353,6 @@ def self_test(stream: Stream, region: Region, page: HostPage, scratch: int, newe
         for turn in range(2):
             round_ = next_round(round_)
             _test_round(stream, region, page, scratch, round_, turn)
-        if not stream.wait_idle(_TEST_S):
-            raise SelfTestError(f"the stream did not come to its end within {_TEST_S:g} s")
     except (SelfTestError, DriverError) as error:
         rescue(stream, page, round_, str(error))
         raise SelfTestError(str(error)) from error
@@ -319,12 +381,8 @@ def _test_round(stream: Stream, region: Region, page: HostPage, scratch: int, ro
     ctypes.memmove(sent, out, size)
     ctypes.memset(back, 0, size)
     stream.to_device(scratch, sent, size)
-    stream.to_host(back, scratch, size)
-    stream.write_gathered(round_)
-    stream.wait_released(round_)
-    stream.to_device(scratch, page.info.address + page.info.reply_offset, page.info.reply_bytes)
+    stream.submit(round_, (back, scratch, size), scratch)
     stream.to_host(sent, scratch, size)
-    stream.write_consumed(round_)
 
     deadline = time.monotonic_ns() + int(_TEST_S * 1e9)
     status = page.wait_gathered(round_, spin_ns=0, nap_ns=50_000, deadline_ns=deadline)
@@ -343,5 +401,7 @@ def _test_round(stream: Stream, region: Region, page: HostPage, scratch: int, ro
         if time.monotonic_ns() >= deadline:
             raise SelfTestError(f"the stream did not pass the wait within {_TEST_S:g} s of the release")
         time.sleep(0.0001)
+    if not stream.wait_idle(_TEST_S):
+        raise SelfTestError(f"the stream did not come to its end within {_TEST_S:g} s")
     if ctypes.string_at(sent, size) != answer[:size]:
         raise SelfTestError("the copy behind the wait did not read what was published")

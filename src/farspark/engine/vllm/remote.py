@@ -436,7 +436,7 @@ class RemoteDrafter:
                 gather.run(step)
             else:
                 self._row_bound = min(step.row_bound, gather.shape.max_rows)
-                handoff.begin(lambda: gather.pack(step))
+                handoff.begin(gather.pack, step, prepare=gather.prepare)
         except Exception:  # the one place that fails open: see `_turn_off`
             self._turn_off()
 
@@ -591,10 +591,11 @@ class RemoteDrafter:
         is_handed_over = False
         try:
             if self._off_because is None:
+                number = self._admissions.number
                 is_handed_over = handoff.submit(
                     Submission(
                         batch.slots,
-                        [self._admissions.number(int(slot)) for slot in batch.slots],
+                        [number(slot) for slot in batch.slots.tolist()],
                         0 if batch.num_drafts is None else batch.num_drafts,
                         self._phase(batch),
                         self._row_bound,
@@ -631,7 +632,8 @@ class RemoteDrafter:
         ]
 
     def _phase(self, batch: Batch) -> Phase:
-        is_decode = int(batch.query_lengths.max()) <= self.shape.num_drafts + 1
+        # Of a few numbers the longest is found faster in a list than by numpy.
+        is_decode = max(batch.query_lengths.tolist()) <= self.shape.num_drafts + 1
         return Phase.DECODE if is_decode else Phase.PREFILL
 
     def _turn_off(self) -> None:
@@ -689,7 +691,11 @@ class RemoteDrafter:
             **verification(snapshot["counters"]),
             "n_out_by_reqs": list(rank0.n_out.by_requests) if rank0.n_out.by_requests else None,
             "n_out_reason": rank0.n_out.reason,
-            "fused_gather": {"on": rank0.gather_form.is_fused, "check": rank0.gather_form.reason},
+            "fused_gather": {
+                "on": rank0.gather_form.is_fused,
+                "check": rank0.gather_form.reason,
+                "launched": rank0.gather.how_launched,
+            },
             "shadow": self.shadow.snapshot(),
             **self._facts,
         }

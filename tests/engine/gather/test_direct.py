@@ -1,0 +1,261 @@
+"""A launch without Triton's launcher passes what that would pass, and is refused where a kernel is not quite as expected."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.native.launches import parameters_of
+
+from farspark.engine.gather.direct import DirectLaunchError, Layout, make_launch
+from farspark.engine.gather.forms import random_step
+from farspark.engine.gather.layout import GatherShape
+from farspark.native import Launch
+
+pytest.importorskip("triton")
+from farspark.engine.gather import triton_gather as module
+from farspark.engine.gather.triton_gather import TritonGather
+
+CPU = torch.device("cpu")
+FUNCTION = 0xF00D
+SHAPE = GatherShape(max_requests=4, max_tokens=64, taps=3, hidden_size=32, context=12, ring=5)
+SAMPLED = dataclasses.replace(SHAPE, is_sampled=True)
+
+
+class Driver:
+    """Knows how a kernel takes its parameters, and reads them as the device would."""
+
+    def __init__(self) -> None:
+        self.parameters: Layout = []
+        self.launches: list[tuple[tuple[int, int, int], list[int]]] = []
+
+    def layout(self, function: int) -> Layout:
+        assert function == FUNCTION
+        return self.parameters
+
+    def launch(self, launch: Launch, stream: int) -> None:
+        self.launches.append((launch.grid, parameters_of(launch, [size for _, size in self.parameters])))
+
+
+class Kernel:
+    """In place of the compiled kernel: keeps what Triton's launcher was given."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.calls: list[tuple[tuple[int, ...], list[Any]]] = []
+        self.names = [name for name in module._pack_kernel.arg_names if not name.isupper()]
+        self.metadata = SimpleNamespace(
+            num_warps=4,
+            num_ctas=1,
+            shared=48,
+            launch_cooperative_grid=False,
+            launch_pdl=False,
+            global_scratch_size=0,
+            profile_scratch_size=0,
+        )
+        self.function = FUNCTION
+        self.src = SimpleNamespace(signature={})
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> Kernel:
+            assert len(arguments) == len(self.names)
+            self.calls.append((grid, list(arguments)))
+            types = {
+                name: "i32" if isinstance(value, int) else f"*{value.dtype}"
+                for name, value in zip(self.names, arguments, strict=True)
+            }
+            self.src.signature = types | dict.fromkeys(constants, "constexpr")
+            if not self.driver.parameters:
+                self.driver.parameters = layout_of([*types.values(), "*", "*"])
+            return self
+
+        return launch
+
+
+def layout_of(types: list[str]) -> Layout:
+    """By the C compiler's rules, which are the driver's."""
+    fields = [(str(i), ctypes.c_int32 if kind == "i32" else ctypes.c_uint64) for i, kind in enumerate(types)]
+    structure = type("Parameters", (ctypes.Structure,), {"_fields_": fields})
+    return [(getattr(structure, name).offset, ctypes.sizeof(kind)) for name, kind in fields]
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    kernel = Kernel(Driver())
+    monkeypatch.setattr(module, "_pack_kernel", kernel)
+    return kernel
+
+
+def values(arguments: list[Any]) -> list[int]:
+    return [one.data_ptr() if isinstance(one, torch.Tensor) else int(one) for one in arguments]
+
+
+@pytest.mark.parametrize("shape", [SHAPE, SAMPLED])
+def test_the_driver_is_given_what_tritons_launcher_would_pass(shape: GatherShape, kernel: Kernel) -> None:
+    by_triton, direct = TritonGather(shape, CPU), TritonGather(shape, CPU, driver=kernel.driver)
+    direct._fixed = by_triton._fixed  # else their buffers differ
+    for seed in range(40):
+        step = random_step(shape, CPU, seed, torch.bfloat16 if seed % 3 else torch.float32)
+        step = dataclasses.replace(step, hidden=[one[: step.positions.shape[0]].clone() for one in step.hidden])
+        for keep in (True, False):
+            kernel.calls.clear()
+            by_triton._enqueue(step, keep=keep)
+            (grid, arguments), before = kernel.calls.pop(), len(kernel.driver.launches)
+            direct._enqueue(step, keep=keep)
+            if seed < 2:
+                continue  # each kind is compiled by Triton first
+            assert not kernel.calls
+            assert kernel.driver.launches[before:] == [((*grid, 1), [*values(arguments), 0, 0])]
+    assert direct.how_launched == "by the driver"
+
+
+def test_a_prepared_launch_is_the_one_that_pack_makes(kernel: Kernel) -> None:
+    gather = TritonGather(SHAPE, CPU, driver=kernel.driver)
+    step = random_step(SHAPE, CPU, 5, torch.bfloat16)
+    assert gather.prepare(step) == 0  # nothing is compiled yet
+    gather.pack(step)
+    gather.pack(step)
+    address = gather.prepare(step)
+    (launch,) = (one for one in gather._launches.values() if one is not None)
+    assert address == launch.address
+    sizes = [size for _, size in kernel.driver.parameters]
+    assert (launch.grid, parameters_of(launch, sizes)) == kernel.driver.launches[-1]
+    with pytest.raises(ValueError, match="rows in a step"):
+        gather.prepare(dataclasses.replace(step, row_bound=SHAPE.max_rows + 1))
+
+
+def test_steps_of_a_runner_are_prepared_alike_with_few_looks_and_with_many(kernel: Kernel) -> None:
+    """The runner keeps some tensors for its life; the others are new ones in every step."""
+    quick = TritonGather(SHAPE, CPU, driver=kernel.driver)
+    first = random_step(SHAPE, CPU, 5, torch.bfloat16)
+    for _ in range(2):
+        quick.pack(first)
+    plain = TritonGather(SHAPE, CPU, driver=kernel.driver)
+    plain._fixed, plain._launches = quick._fixed, quick._launches
+    kept = {name: getattr(first, name) for name in ("last_sampled", "next_prefill_tokens", "temperature", "seeds")}
+    sizes = [size for _, size in kernel.driver.parameters]
+    agains = 0
+    for seed in range(60):
+        step = random_step(SHAPE, CPU, seed, torch.bfloat16)
+        step = dataclasses.replace(step, **kept, hidden=[one.clone() for one in step.hidden])
+        if seed % 7 == 6:
+            step = dataclasses.replace(step, last_sampled=step.last_sampled.clone())
+        seen: list[Any] = []
+        for gather in (plain, quick):
+            plain._checked = None
+            again = gather._prepare_again(step) if gather is quick else None
+            agains += again is not None
+            address = gather.prepare(step)
+            (launch,) = (one for one in gather._launches.values() if one is not None and one.address == address)
+            seen.append((launch.grid, parameters_of(launch, sizes), gather._enqueued_requests))
+        assert seen[0] == seen[1]
+    assert 40 <= agains < 60
+    for change in ({"row_bound": SHAPE.max_rows + 1}, {"hidden": first.hidden[:-1]}, {"slots": first.slots[:0]}):
+        assert quick.prepare(first)
+        with pytest.raises(ValueError, match=r"in a step|expected"):
+            quick.prepare(dataclasses.replace(first, **change))
+
+
+def test_a_step_of_another_kind_is_tritons_to_launch(kernel: Kernel) -> None:
+    """Another kernel may be needed: other types, rows that are not aligned or lie otherwise; and none for no rows."""
+    gather = TritonGather(SHAPE, CPU, driver=kernel.driver)
+    step = random_step(SHAPE, CPU, 5, torch.bfloat16)
+    for _ in range(2):
+        gather.pack(step)
+    assert len(kernel.driver.launches) == 1
+    assert gather.prepare(step)
+    rows = len(step.hidden[0])
+    wide = torch.zeros(rows, 3 * 40, dtype=torch.bfloat16)
+    others: dict[str, dict[str, Any]] = {
+        "types": {"positions": step.positions.int()},
+        "hidden": {"hidden": [one.float() for one in step.hidden]},
+        "unaligned": {"hidden": [wide[:, 40 * i + i : 40 * i + i + 32] for i in range(3)]},
+        "shifted": {
+            "hidden": [
+                torch.zeros(one.numel() + 8, dtype=one.dtype)[1 : one.numel() + 1].view(one.shape)
+                for one in step.hidden
+            ]
+        },
+        "mixed": {"hidden": [step.hidden[0].float(), *step.hidden[1:]]},
+        "far": {"hidden": [wide[:, 40 * i : 40 * i + 32] for i in range(3)]},
+        "none": {"row_bound": 0},
+    }
+    for name, change in others.items():
+        kernel.calls.clear()
+        assert gather.prepare(step)  # the one before was ordinary
+        other = dataclasses.replace(step, **change)
+        assert gather.prepare(other) == 0, name
+        gather.pack(other)
+        assert len(kernel.calls) == 1, name
+    assert len(kernel.driver.launches) == 1
+
+
+def test_without_a_driver_every_launch_is_tritons(kernel: Kernel) -> None:
+    gather = TritonGather(SHAPE, CPU, why_not_direct="planted")
+    step = random_step(SHAPE, CPU, 5, torch.bfloat16)
+    for _ in range(3):
+        assert gather.prepare(step) == 0
+        gather.pack(step)
+    assert len(kernel.calls) == 3
+    assert gather.how_launched == "by Triton's launcher: planted"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_ctas": 2}, "a launch with attributes"),
+        ({"launch_cooperative_grid": True}, "a launch with attributes"),
+        ({"launch_pdl": True}, "a launch with attributes"),
+        ({"global_scratch_size": 128}, "the kernel uses scratch memory"),
+        ({"profile_scratch_size": 16}, "the kernel uses scratch memory"),
+        ({"parameters": slice(0, -1)}, "the kernel's parameters lie at"),
+        ({"parameters": slice(0, -2)}, "the kernel's parameters lie at"),
+        ({"swapped": True}, "the kernel's parameters lie at"),
+        ({"signature": "fp32"}, "an argument of type fp32"),
+        ({"missing": "launch_pdl"}, "this Triton describes a kernel otherwise"),
+        ({"function": None}, "this Triton describes a kernel otherwise"),
+    ],
+)
+def test_a_kernel_that_is_not_quite_as_expected_is_left_to_triton(
+    change: dict[str, Any], reason: str, kernel: Kernel
+) -> None:
+    step = random_step(SHAPE, CPU, 5, torch.bfloat16)
+    TritonGather(SHAPE, CPU).pack(step)  # describes the kernel
+    assert make_launch(kernel, kernel.driver, len(kernel.names)).function == FUNCTION
+    for name, value in change.items():
+        if name == "parameters":
+            kernel.driver.parameters = kernel.driver.parameters[value]
+        elif name == "swapped":
+            kernel.driver.parameters[7:9] = kernel.driver.parameters[8:6:-1]
+        elif name == "signature":
+            kernel.src.signature["n"] = value
+        elif name == "missing":
+            delattr(kernel.metadata, value)
+        else:
+            setattr(kernel if name == "function" else kernel.metadata, name, value)
+    with pytest.raises(DirectLaunchError, match=reason):
+        make_launch(kernel, kernel.driver, len(kernel.names))
+
+
+def test_a_kernel_of_other_arguments_or_none_is_refused(kernel: Kernel) -> None:
+    with pytest.raises(DirectLaunchError, match="Triton interprets"):
+        make_launch(None, kernel.driver, 27)
+    kernel.src.signature = {"n": "i32"}
+    with pytest.raises(DirectLaunchError, match="has 1 arguments, expected 27"):
+        make_launch(kernel, kernel.driver, 27)
+
+
+def test_a_refusal_is_kept_as_the_reason(kernel: Kernel) -> None:
+    kernel.metadata.launch_pdl = True
+    gather = TritonGather(SHAPE, CPU, driver=kernel.driver)
+    step = random_step(SHAPE, CPU, 5, torch.bfloat16)
+    for _ in range(3):
+        gather.pack(step)
+    assert len(kernel.calls) == 3
+    assert gather.how_launched == (
+        "by Triton's launcher: a launch with attributes: ctas, cooperative, dependent: (1, False, True)"
+    )
