@@ -303,8 +303,8 @@ class Program:
             return
         began_s = self.now_s
         self.client._try_endpoints()
-        # Each CHALLENGE, PROVE and HELLO share one deadline.
-        assert self.now_s - began_s <= TIMEOUT_S + 4 * TICK_S
+        # CHALLENGE, PROVE and HELLO share one deadline. Each may be sent and answered behind it, as long as nobody has to wait.
+        assert self.now_s - began_s <= TIMEOUT_S + 8 * TICK_S
         self._check_client()
 
     def _run_round(self, what: int) -> None:
