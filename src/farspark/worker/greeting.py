@@ -50,6 +50,11 @@ def judge_hello(info: DrafterInfo, session: int, hello: Hello) -> tuple[FrameSta
     return FrameStatus.OK, ""
 
 
+def granted_context(info: DrafterInfo, hello: Hello) -> int:
+    """How many of a request's newest positions a session keeps."""
+    return min(hello.context, info.context)
+
+
 def make_welcome(
     info: DrafterInfo, hello: Hello, message: str, *, worker: str, max_rows: int, lease_s: float
 ) -> Welcome:
@@ -61,7 +66,7 @@ def make_welcome(
         identity=info.identity,
         markov_identity=info.markov_identity,
         vocab_size=info.vocab_size,
-        context=min(hello.context, info.context),
+        context=granted_context(info, hello),
         window=info.window,
         slots=info.slots,
         max_rows=max_rows,

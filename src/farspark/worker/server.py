@@ -32,7 +32,7 @@ from farspark.wire.layout import FrameStatus, HeaderFlag, HelloFlag, Operation, 
 from farspark.wire.messages import Header, Hello, Judge, Step, StepReply, make_header
 from farspark.worker.batch import DraftBatch, Drafter
 from farspark.worker.config import WorkerConfig
-from farspark.worker.greeting import judge_hello, make_welcome
+from farspark.worker.greeting import granted_context, judge_hello, make_welcome
 from farspark.worker.session import Plan, Session, SlotPool
 from farspark.worker.turns import Turns
 
@@ -622,7 +622,7 @@ class Server:
                 header.session,
                 hello.engine,
                 hello.slots,
-                min(hello.context, self._info.context),
+                granted_context(self._info, hello),
                 f"; {message}" if message else "",
             )
         else:
@@ -700,7 +700,7 @@ class Server:
             self._info,
             self._pool,
             slots=hello.slots,
-            context=min(hello.context, self._info.context),
+            context=granted_context(self._info, hello),
             stats=Stats(),
         )
         connection.session_id = session_id
