@@ -239,7 +239,7 @@ class TritonGather(TorchGather):
             launch = self._launches.get(self._kind(step))
             if launch is None or row_bound == 0:
                 return 0
-            self._fill(launch, step, row_bound, keep=True)
+            self._fill_anew(launch, step, row_bound, keep=True)
             self._checked = self._note(launch, step)
             self._enqueued_requests = step.num_requests
         self._step = step
@@ -247,20 +247,24 @@ class TritonGather(TorchGather):
 
     def _note(self, launch: Launch, step: StepTensors) -> _Checked:
         """`_kind` has just looked at the step."""
-        slots = step.slots.data_ptr()
         return _Checked(
             launch,
             (step.last_sampled, step.next_prefill_tokens, step.temperature, step.seeds),
             [tensor.dtype for tensor in _changing(step)],
             step.hidden[0].stride(),
-            (
-                step.last_sampled.data_ptr(),
-                self._last_stride,
-                step.next_prefill_tokens.data_ptr(),
-                slots if step.temperature is None else step.temperature.data_ptr(),
-                slots if step.seeds is None else step.seeds.data_ptr(),
-                *self._fixed,
-            ),
+            self._middle(step),
+        )
+
+    def _middle(self, step: StepTensors) -> tuple[int, ...]:
+        """The kernel's arguments behind those of the changing tensors, up to the number of requests."""
+        slots = step.slots.data_ptr()
+        return (
+            step.last_sampled.data_ptr(),
+            self._last_stride,
+            step.next_prefill_tokens.data_ptr(),
+            slots if step.temperature is None else step.temperature.data_ptr(),
+            slots if step.seeds is None else step.seeds.data_ptr(),
+            *self._fixed,
         )
 
     def _prepare_again(self, step: StepTensors) -> Launch | None:
@@ -298,22 +302,7 @@ class TritonGather(TorchGather):
             bits |= address
         if bits % _ALIGNED:
             return None
-        checked.launch.fill(
-            row_bound,
-            self._blocks,
-            *rows,
-            *rows[:1] * (MAX_TAPS - len(rows)),
-            stride[0],
-            *others,
-            *checked.middle,
-            n,
-            shape.context,
-            shape.ring,
-            step.wants_drafts,
-            True,
-            0,
-            0,
-        )
+        self._fill(checked.launch, step, row_bound, rows, stride[0], others, checked.middle, n, keep=True)
         self._enqueued_requests = n
         return checked.launch
 
@@ -324,7 +313,7 @@ class TritonGather(TorchGather):
         kind = self._kind(step)
         launch = self._launches.get(kind)
         if launch is not None:
-            self._fill(launch, step, row_bound, keep=keep)
+            self._fill_anew(launch, step, row_bound, keep=keep)
             self._driver.launch(launch, _current_stream(self._device))
             return
         kernel = self._launch_by_triton(step, row_bound, keep=keep)
@@ -366,27 +355,35 @@ class TritonGather(TorchGather):
             None if step.seeds is None else step.seeds.dtype,
         )
 
-    def _fill(self, launch: Launch, step: StepTensors, row_bound: int, *, keep: bool) -> None:
-        """The arguments in the kernel's order, then no scratch memory. `_kind` has just looked at the step."""
-        rows, slots = self._rows, step.slots.data_ptr()
+    def _fill_anew(self, launch: Launch, step: StepTensors, row_bound: int, *, keep: bool) -> None:
+        """`_kind` has just looked at the step."""
+        others = [tensor.data_ptr() for tensor in _changing(step)[:_OTHERS]]
+        middle, n = self._middle(step), step.slots.shape[0]
+        self._fill(launch, step, row_bound, self._rows, self._token_stride, others, middle, n, keep=keep)
+
+    def _fill(
+        self,
+        launch: Launch,
+        step: StepTensors,
+        row_bound: int,
+        rows: list[int],
+        token_stride: int,
+        others: list[int],
+        middle: tuple[int, ...],
+        n: int,
+        *,
+        keep: bool,
+    ) -> None:
+        """The arguments in the kernel's order, then no scratch memory."""
         launch.fill(
             row_bound,
             self._blocks,
             *rows,
             *rows[:1] * (MAX_TAPS - len(rows)),
-            self._token_stride,
-            step.positions.data_ptr(),
-            step.query_start_loc.data_ptr(),
-            slots,
-            step.num_sampled.data_ptr(),
-            step.num_rejected.data_ptr(),
-            step.last_sampled.data_ptr(),
-            self._last_stride,
-            step.next_prefill_tokens.data_ptr(),
-            slots if step.temperature is None else step.temperature.data_ptr(),
-            slots if step.seeds is None else step.seeds.data_ptr(),
-            *self._fixed,
-            step.slots.shape[0],
+            token_stride,
+            *others,
+            *middle,
+            n,
             self.shape.context,
             self.shape.ring,
             step.wants_drafts,

@@ -6,7 +6,6 @@ stream refill the staging while this side still reads, so what was read for a lo
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -21,8 +20,6 @@ from farspark.engine.round import MetaColumn, Phase, RoundInput, RoundRequest, W
 from farspark.engine.talker import Talker
 from farspark.native import HostPage, Status
 from farspark.stats import Stats
-
-logger = logging.getLogger(__name__)
 
 # How long one wait takes at most: how often an idle proxy shows that it lives.
 _SLICE_NS: Final = 50_000_000
