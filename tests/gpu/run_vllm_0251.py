@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,25 +140,32 @@ class Comparison:
         one: Callable[[str, dict[str, str]], dict[str, Any]],
         *,
         device: str = "cuda",
+        slots: int = 8,
+        at_once: int = 1,
         **options: Any,
     ) -> dict[str, Any]:
-        """`one(name, how to reach the worker)` for every engine, one after the other, while a worker runs; its options."""
+        """`one(name, how to reach the worker)` for every engine, `at_once` at a time, beside a worker with the options."""
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         from farspark.worker.checkpoint import identities
 
         identity = identities(drafter, target).identity.hex()
-        worker = self._worker = Worker(drafter, target, self._folder, device=device, slots=8, **options)
+        worker = self._worker = Worker(drafter, target, self._folder, device=device, slots=slots, **options)
         report: dict[str, Any] = {"machine": machine(), "engine": self._engine, "engines": {}, "errors": {}}
+
+        def run(name: str) -> None:
+            try:
+                report["engines"][name] = one(name, self._settings(name, worker.endpoint, identity))
+                print(f"{name}: {json.dumps(report['engines'][name])[:600]}", file=sys.stderr, flush=True)
+            except (RuntimeError, TimeoutError) as error:
+                report["errors"][name] = str(error)[-4000:]
+
         try:
             began = time.monotonic()
             worker.start()
             report["worker_start_s"] = round(time.monotonic() - began, 1)
-            for name in self._names:
-                try:
-                    report["engines"][name] = one(name, self._settings(name, worker.endpoint, identity))
-                    print(f"{name}: {json.dumps(report['engines'][name])[:600]}", file=sys.stderr, flush=True)
-                except (RuntimeError, TimeoutError) as error:
-                    report["errors"][name] = str(error)[-4000:]
+            with ThreadPoolExecutor(at_once) as pool:
+                for _ in pool.map(run, self._names):
+                    pass
         except RuntimeError as error:
             report["errors"]["worker"] = str(error)[-4000:]
         finally:
