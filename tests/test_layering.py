@@ -56,7 +56,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.shape": CORE | {"wire"},
     "engine.stats_file": CORE,
     "engine.route": {"transport.endpoint"},
-    "engine.client": CORE | {"native.round_calls", "wire", "transport", "engine.config", "engine.route"},
+    "engine.greeting": {"errors", "wire"},
+    "engine.client": CORE
+    | {"native.round_calls", "wire", "transport", "engine.config", "engine.greeting", "engine.route"},
     "engine.round": CORE | {"wire", "engine.client", "engine.replies", "engine.route"} | ENGINE_CORE,
     "engine.capture": CORE | ENGINE_CORE | {"wire", "engine.round"},
     "engine.replay": CORE | ENGINE_CORE | {"wire", "transport", "engine.capture", "engine.client", "engine.round"},

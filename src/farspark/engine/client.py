@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from farspark.clock import Clock, Deadline
 from farspark.engine.config import TOKEN_FILE
+from farspark.engine.greeting import greet
 from farspark.engine.route import Loss, Route
 from farspark.errors import FarsparkError, ProtocolError, Refused, TransportError
 from farspark.native.round_calls import load_round_calls
@@ -28,13 +29,10 @@ from farspark.stats import Stats
 from farspark.transport import Channel, Endpoint, Piece, exchange
 from farspark.transport import connect as connect_transport
 from farspark.wire import codec
-from farspark.wire.auth import EngineSide, authenticate, token_missing
 from farspark.wire.layout import (
     MAX_REPLY_BYTES,
-    NONCE_BYTES,
     VERSION,
     FrameStatus,
-    HelloFlag,
     Operation,
     RequestStatus,
     StepFlag,
@@ -56,8 +54,6 @@ logger = logging.getLogger(__name__)
 _STATUSES = tuple(RequestStatus)
 
 Connect = Callable[[Endpoint, Deadline], Channel]
-Ask = Callable[[Operation, bytes], memoryview]
-"""Sends a request and returns the payload of its reply."""
 
 
 def _connect(endpoint: Endpoint, deadline: Deadline) -> Channel:
@@ -674,86 +670,18 @@ class Client:
             return self._reply(channel, operation, session, sequence, deadline)
 
         try:
-            if self._token is None:
-                welcome = self._say_hello(ask, hello)
-            else:
-                welcome = self._prove_and_say_hello(ask, hello, self._token)
-            if lost is not None and lost != endpoint:
-                self._say_hello(ask, replace(hello, instance=self._instances[lost]))
-                welcome = self._say_hello(ask, hello)
-            self._check_welcome(welcome)
+            welcome = greet(
+                ask,
+                hello,
+                token=self._token,
+                token_setting=self._token_setting,
+                lost=replace(hello, instance=self._instances[lost]) if lost not in (None, endpoint) else None,
+            )
         except BaseException:
             channel.close()
             raise
         self._epoch += 1
         return Connection(self._epoch, endpoint, channel, session, welcome, sequence)
-
-    def _say_hello(self, ask: Ask, hello: Hello) -> Welcome:
-        try:
-            return codec.decode_welcome(ask(Operation.HELLO, codec.encode_hello(hello)))
-        except Refused as refused:
-            if refused.status == FrameStatus.AUTH and self._token is None:
-                raise token_missing(str(refused), self._token_setting) from refused
-            raise
-
-    def _prove_and_say_hello(self, ask: Ask, hello: Hello, token: bytes) -> Welcome:
-        side = EngineSide(
-            token,
-            identity=hello.identity,
-            markov_identity=hello.markov_identity,
-            nonce=secrets.token_bytes(NONCE_BYTES),
-            setting=self._token_setting,
-        )
-        authenticate(side, ask)
-        welcome = self._say_hello(ask, hello)
-        side.check_welcome(welcome.identity, welcome.markov_identity)
-        return welcome
-
-    def _check_welcome(self, welcome: Welcome) -> None:
-        """The worker said OK; believe it only where its own numbers agree. Raises Refused with a final status."""
-        hello = self._hello
-        checks: tuple[tuple[FrameStatus, bool, str, object, object], ...] = (
-            (
-                FrameStatus.IDENTITY,
-                welcome.identity == hello.identity,
-                "drafter identity",
-                hello.identity,
-                welcome.identity,
-            ),
-            (
-                FrameStatus.MARKOV_IDENTITY,
-                not any(hello.markov_identity) or welcome.markov_identity == hello.markov_identity,
-                "Markov identity",
-                hello.markov_identity,
-                welcome.markov_identity,
-            ),
-            (FrameStatus.CONFIG, welcome.num_drafts == hello.num_drafts, "N", hello.num_drafts, welcome.num_drafts),
-            (
-                FrameStatus.CONFIG,
-                welcome.vocab_size == hello.vocab_size,
-                "vocabulary",
-                hello.vocab_size,
-                welcome.vocab_size,
-            ),
-            (FrameStatus.CONFIG, 1 <= welcome.context <= hello.context, "context", hello.context, welcome.context),
-            (
-                FrameStatus.CONFIG,
-                welcome.max_rows >= hello.slots * (hello.num_drafts + 1),
-                "rows per STEP",
-                hello.slots * (hello.num_drafts + 1),
-                welcome.max_rows,
-            ),
-            (
-                FrameStatus.CONFIG,
-                not hello.flags & HelloFlag.SAMPLED or bool(welcome.flags & HelloFlag.SAMPLED),
-                "sampled drafts",
-                "wants them",
-                "does not grant them",
-            ),
-        )
-        for status, holds, what, ours, theirs in checks:
-            if not holds:
-                raise Refused(status, f"{what}: engine {_show(ours)}, worker {_show(theirs)}")
 
     # Both threads, each on a channel that it owns.
 
@@ -801,7 +729,3 @@ def _is_final(status: int) -> bool:
 
 def _status_name(status: int) -> str:
     return FrameStatus(status).name if status in FrameStatus._value2member_map_ else f"status {status}"
-
-
-def _show(value: object) -> str:
-    return value.hex() if isinstance(value, bytes) else str(value)
