@@ -59,6 +59,9 @@ class GraphCalls:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all captures, because memory is used again on its own stream only. Torch's own stream for captures is of the
+        # device that was current at the process's first one.
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._staged: dict[Hashable, Sequence[Tensor]] = {}
         self._captured: dict[Hashable, _Captured] = {}
         self._copied: dict[Hashable, Any] = {}
@@ -88,13 +91,12 @@ class GraphCalls:
     def _capture(self, function: Callable[..., Any], staged: Sequence[Tensor]) -> _Captured:
         inputs = [one.to(self._device) for one in staged]
         # Compiles kernels and takes workspaces, which a capture must not.
-        stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             for _ in range(2):
                 function(*inputs)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = function(*inputs)
         return _Captured(graph, inputs, result)
