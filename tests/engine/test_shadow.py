@@ -105,6 +105,21 @@ def test_every_block_of_a_drafter_with_a_router_is_judged_and_those_near_a_tie_a
     assert snapshot["passes"] is False
 
 
+@pytest.mark.parametrize(
+    ("has_router", "gap_ulps", "is_tie"),
+    [(False, 2.1, False), (None, 2.1, False), (True, 3.9, True), (True, 4.1, False)],
+)
+def test_a_tie_may_be_wider_where_the_engine_keeps_its_context_in_fp8(
+    has_router: bool | None, gap_ulps: float, is_tie: bool
+) -> None:
+    shadow = ShadowComparison(1)
+    answer = judged([[2]], [[gap_ulps * 0.125]], routing=[AT] if has_router else None)
+    shadow.observe(np.array([[1]]), np.array([[2]]), judge=lambda _: answer, has_router=has_router)
+    snapshot = shadow.snapshot()
+    assert (snapshot["ties"], snapshot["diverged"]) == (int(is_tie), int(not is_tie))
+    assert snapshot["passes"] is is_tie
+
+
 def test_nothing_but_near_ties_of_a_router_is_no_verdict() -> None:
     shadow = ShadowComparison(1)
     shadow.observe(
