@@ -209,7 +209,9 @@ ONLY_IN: dict[str, set[str]] = {
         "worker.ring_attention",
     },
 }
+        "worker.models.fused_latent",
 PURE = {"wire": {"socket", "threading", "time", "logging", "asyncio", "os"}}
+        "worker.models.fused_routing",
 
 
 def module_name(path: Path, src: Path = SRC) -> str:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,17 @@ RingAttention = Callable[..., Tensor]
 LONGEST_FUSED_HEAD_BYTES = 1024
 
 SMALLER_CONTEXT = "lower the context or the slots (--context, --slots)"
+
+
+class Ring(NamedTuple):
+    """What the requests of a batch see of one layer, where it lies."""
+
+    entries: Tensor  # [rows, *entry]: position p of a slot at row `slot * context + p % context`
+    slots: Tensor  # int64 [B], as the next two
+    anchors: Tensor
+    visible_from: Tensor
+    visible: int  # bounds `anchors - visible_from`
+    context: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +149,10 @@ class ContextView:
         entries = self._store.entries[layer]
         entries[self._own] = own.flatten(0, 1)
         return entries.index_select(0, self._rows.flatten()).view(*self._rows.shape, *entries.shape[1:])
+
+    def ring(self, layer: int) -> Ring:
+        """What is seen of `layer`, for those who read it where it lies. The block's own entries are not in it."""
+        return Ring(self._store.entries[layer], *self._requests, self.visible, self._store.shape.context)
 
     def _attend_in_place(self, layer: int, query: Tensor, key_value: Tensor, scale: float) -> Tensor:
         store = self._store

@@ -188,7 +188,6 @@ class DSparkDrafter:
         self._device = store.entries.device
         self._mask_token_id = config.mask_token_id
         self._skipped = 0 if config.anchor_predicts else 1  # block positions in front of the first that predicts
-        self._block = torch.arange(store.shape.block, device=self._device)
         # int64 [vocabulary]: the logits' row of a target's id, -1 for those not drafted; None: the same.
         self._row_of: Tensor | None = None
         if model.to_target is not None:
@@ -426,11 +425,14 @@ class DSparkDrafter:
         slots, anchors, visible_from, anchor_tokens, *drawing = requests.unbind()
         model, first = self._model, self._skipped
         hidden = model.block(*self._block_of(slots, anchors, visible_from, anchor_tokens, visible))
-        state = None
-        if model.markov is not None:
-            state = model.markov.start(model.markov.embed(anchor_tokens), hidden[:, :first])
+        state = None if model.markov is None else model.markov.start(anchor_tokens, hidden[:, :first])
         hidden = hidden[:, first : first + steps]
         block = _Block(hidden, model.base_logits(hidden), anchor_tokens, state)
+
+        if not want_margins and model.to_target is None:
+            answer = model.arithmetic.greedy_answer(block.base, hidden, anchor_tokens, model.markov, model.confidence)
+            if answer is not None:
+                return answer, block
 
         gaps: list[Tensor] = []
         supports: list[Tensor] = []
@@ -439,24 +441,17 @@ class DSparkDrafter:
         if drawing:
             seeds, temperature_bits = drawing
             sampling = _Sampling(temperature_bits.int().view(torch.float32), draw_uniforms(seeds, anchors, steps))
-        chain = None
-        if not want_margins and model.to_target is None:
-            chain = model.arithmetic.greedy_chain(block.base, anchor_tokens, model.markov)
-        if chain is not None:
-            ids, tops, embedded = chain
-        else:
-            walked = []
-            for step in self._walk(block, sampling=sampling):
-                if step.drawn is not None:
-                    gaps.append(step.drawn.margins)
-                    supports.append(step.drawn.support)
-                    probabilities.append(step.drawn.q)
-                elif want_margins:
-                    gaps.append(margin(step.logits))
-                walked.append(step)
-            ids, tops = (torch.stack(one, dim=1) for one in ([s.best for s in walked], [s.top for s in walked]))
-            embedded = _embedded(walked)
-        confidence = self._confidence(block, embedded)
+        walked = []
+        for step in self._walk(block, sampling=sampling):
+            if step.drawn is not None:
+                gaps.append(step.drawn.margins)
+                supports.append(step.drawn.support)
+                probabilities.append(step.drawn.q)
+            elif want_margins:
+                gaps.append(margin(step.logits))
+            walked.append(step)
+        ids, tops = (torch.stack(one, dim=1) for one in ([s.best for s in walked], [s.top for s in walked]))
+        confidence = self._confidence(block, _embedded(walked))
         # NaN wins every maximum, so the greatest logit tells for all of them.
         finite = tops.isfinite() & confidence.isfinite()
         planes = [ids.int(), finite.int(), confidence.contiguous().view(torch.int32)]
@@ -472,11 +467,11 @@ class DSparkDrafter:
         self, slots: Tensor, anchors: Tensor, visible_from: Tensor, anchor_tokens: Tensor, visible: int
     ) -> tuple[Tensor, Tensor, ContextView]:
         """What a model's block is given for int64 [B] each: tokens and positions int64 [B, Q], and what it attends to."""
-        length = len(self._block)
-        tokens = torch.full((len(slots), length), self._mask_token_id, dtype=torch.int64, device=self._device)
-        tokens[:, 0] = anchor_tokens
+        length = self._store.shape.block
         # Past the end vLLM keeps every position at the last one; those drafts are never used.
-        positions = (anchors.unsqueeze(1) + self._block).clamp_(max=self._info.max_position - 1)
+        tokens, positions = self._model.arithmetic.block_inputs(
+            anchors, anchor_tokens, self._mask_token_id, length, self._info.max_position - 1
+        )
         return tokens, positions, self._store.view(slots, anchors, visible_from, visible, length)
 
     def _fill(

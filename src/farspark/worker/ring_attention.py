@@ -56,6 +56,11 @@ def _attend_kernel(
     """
     request, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     part = tl.program_id(1)
+    slot = tl.load(slots + request)
+    anchor = tl.load(anchors + request)
+    # A position more than the context away has been overwritten by a newer one.
+    lowest = tl.maximum(tl.load(visible_from + request), anchor - context)
+    start = anchor - visible + part * PART
     group: tl.constexpr = HEADS // KV_HEADS
     q = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
     column = tl.arange(0, COLUMNS)
@@ -83,11 +88,6 @@ def _attend_kernel(
         weight = tl.sum(odds, axis=1)
         total = tl.dot(odds.to(values.dtype), values, input_precision=PRECISION)
 
-    slot = tl.load(slots + request)
-    anchor = tl.load(anchors + request)
-    # A position more than the context away has been overwritten by a newer one.
-    lowest = tl.maximum(tl.load(visible_from + request), anchor - context)
-    start = anchor - visible + part * PART
     if start + PART > lowest:
         for offset in range(0, PART, KEYS):
             position = start + offset + tl.arange(0, KEYS)

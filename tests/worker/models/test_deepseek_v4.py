@@ -19,6 +19,7 @@ from farspark.worker.checkpoint.deepseek import DeepseekV4Config
 from farspark.worker.models.base import Arithmetic
 from farspark.worker.models.deepseek_v4 import DeepseekV4, weight_bytes
 from farspark.worker.models.latent_attention import attend_with_sink
+from farspark.worker.models.streams import PlainStreams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -228,13 +229,32 @@ def tensors_in(thing: object, seen: set[int]) -> Iterator[Tensor]:
             yield from tensors_in(one, seen)
 
 
+def test_a_stream_of_other_than_four_copies_is_not_the_kernels(tmp_path: Path) -> None:
+    made: list[Any] = []
+
+    def streams(arithmetic: Arithmetic, eps: float) -> PlainStreams:
+        made.append(eps)
+        return PlainStreams(arithmetic, eps)
+
+    kind = type("Fusing", (Arithmetic,), {"fused_streams": staticmethod(streams)})
+    arithmetic = kind(torch.float32, torch.float32)
+    for copies in (4, 2):
+        folder = write_tiny_deepseek(tmp_path / str(copies), "v41", hc_mult=copies)
+        text = text_of(config_of(folder))
+        rows = make_rows(6, 3 * text["hidden_size"])
+        torch.testing.assert_close(
+            block_of(make(folder, arithmetic=arithmetic), text, rows, 0, 7), block_of(make(folder), text, rows, 0, 7)
+        )
+    assert len(made) == 1
+
+
 @pytest.mark.parametrize(
     "arithmetic", [FLOAT32, Arithmetic(torch.bfloat16, torch.bfloat16)], ids=["float32", "bfloat16"]
 )
 def test_the_memory_of_the_weights_is_what_is_held(folder: Path, arithmetic: Arithmetic) -> None:
     model = make(folder, arithmetic=arithmetic)
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors_in(model, set())}
-    not_weights = model._inverse_frequency.nbytes + model._latent_norms.nbytes
+    not_weights = model._inverse_frequency.nbytes + model._latent_norms.nbytes + model._first_copy.nbytes
     assert sum(storages.values()) - not_weights == model.weight_bytes
 
 

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farspark.worker.models.heads import ConfidenceHead, MarkovHead
-from farspark.worker.models.hyper_connections import HyperConnection, Mixes, collapse, spread
 
 if TYPE_CHECKING:
     from farspark.worker.models.experts import RoutedExperts
+    from farspark.worker.models.fused_sublayers import FusedSublayers
+    from farspark.worker.models.streams import Streams
 
 VOCABULARY_BLOCK = 256
 
@@ -58,6 +59,9 @@ class Arithmetic:
     carrier: torch.dtype
     # Makes routed experts of packed fp4 weights; None: they are decoded.
     packed_experts: ClassVar[Callable[..., RoutedExperts] | None] = None
+    # What runs DeepSeek's stages in few launches; None: operation by operation.
+    fused_streams: ClassVar[Callable[..., Streams] | None] = None
+    fused_sublayers: ClassVar[Callable[..., FusedSublayers] | None] = None
 
     def round(self, x: Tensor) -> Tensor:
         """`x` rounded to `dtype`, in `carrier`."""
@@ -96,6 +100,36 @@ class Arithmetic:
         x = x.float()
         normed = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
         return self.round(normed if weight is None else normed * weight.float())
+
+    def block_inputs(
+        self, anchors: Tensor, anchor_tokens: Tensor, mask_token: int, length: int, last_position: int
+    ) -> tuple[Tensor, Tensor]:
+        """(tokens, positions) of blocks, int64 [B, length] each: the anchor's token and masks, from its position on.
+
+        `anchors` (positions) and `anchor_tokens` int64 [B]. No position is past `last_position`.
+        """
+        tokens = torch.full((len(anchors), length), mask_token, dtype=torch.int64, device=anchors.device)
+        tokens[:, 0] = anchor_tokens
+        positions = anchors.unsqueeze(1) + torch.arange(length, device=anchors.device)
+        return tokens, positions.clamp_(max=last_position)
+
+    def embed_norm(
+        self, tokens: Tensor, embedding: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """(RMSNorm(e), e) of e = scale · the rows `tokens` int64 [...] of `embedding` [vocabulary, D]: [..., D]."""
+        embedded = F.embedding(tokens, embedding)
+        if scale != 1.0:
+            embedded = self.round(embedded * scale)
+        return self.rms_norm(embedded, weight, eps), embedded
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, *, is_rounded: bool = True) -> tuple[Tensor, Tensor]:
+        """Cosine and sine at `positions` int64 [...]: float32 [..., 1, d/2], rounded to `dtype` where vLLM's table is.
+
+        Computed and not looked up: a table of 1,048,576 positions would take more memory than many a drafter.
+        """
+        angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
+        cos, sin = (one.unsqueeze(-2) for one in (angles.cos(), angles.sin()))
+        return (self.round(cos).float(), self.round(sin).float()) if is_rounded else (cos, sin)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(RMSNorm(x + residual), x + residual); the norm sees the sum before it is rounded, as vLLM's fused kernels do."""
@@ -201,23 +235,21 @@ class Arithmetic:
         attended = attended.view(batch, kv_heads, group, length, dim).permute(0, 3, 1, 2, 4)
         return attended.reshape(batch, length, heads * dim)
 
-    def mixes(self, connection: HyperConnection, stream: Tensor) -> Mixes:
-        """Of one sublayer: stream [..., copies, D]."""
-        return connection(stream)
+    def greedy_answer(
+        self,
+        base: Tensor,
+        hidden: Tensor,
+        anchor_tokens: Tensor,
+        markov: MarkovHead | None,
+        confidence: ConfidenceHead | None,
+    ) -> Tensor | None:
+        """The whole sequential stage at once: every position's most probable token given the one before it.
 
-    def collapse(self, stream: Tensor, pre: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        """Σ_i pre_i h_i of [..., copies, D] and float32 [..., copies]; with `weight` [D] its `wide_rms_norm`: [..., D]."""
-        collapsed = self.round(collapse(stream, pre))
-        return collapsed if weight is None else self.wide_rms_norm(collapsed, weight, eps)
-
-    def spread(self, output: Tensor, stream: Tensor, mixes: Mixes) -> Tensor:
-        """[..., D] and [..., copies, D] -> the stream behind the sublayer."""
-        return self.round(spread(output, stream, mixes))
-
-    def greedy_chain(
-        self, base: Tensor, anchors: Tensor, markov: MarkovHead | None
-    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """The whole sequential stage at once, as `fused.greedy_chain`; None where there is no kernel for this head."""
+        `base` [B, steps, vocabulary] contiguous, `hidden` [B, steps, hidden] what they are made of, `anchor_tokens` int64 [B].
+        Returns int32 [B, 3, steps]: the lowest id with the greatest logit, 1 where that logit and the confidence are finite
+        (NaN wins every maximum, so the greatest logit tells for all of them), the confidence (the bits of a float32; 1.0
+        without a head). None where there is no kernel for this head.
+        """
         return None
 
     def silu_times(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -251,6 +283,40 @@ class BlockContext(Protocol):
         Context position K - j is j in front of the anchor. Entries that are not visible are zeros. `own` is not kept.
         """
         ...
+
+
+class Ring(Protocol):
+    """What the B requests of a batch see of one layer, where it lies; positions and rows are those of a context store."""
+
+    @property
+    def entries(self) -> Tensor:
+        """[rows, *entry], position p of a slot at row `slot * context + p % context`."""
+        ...
+
+    @property
+    def slots(self) -> Tensor:
+        """int64 [B], as the next two."""
+        ...
+
+    @property
+    def anchors(self) -> Tensor: ...
+
+    @property
+    def visible_from(self) -> Tensor: ...
+
+    @property
+    def visible(self) -> int:
+        """Bounds `anchors - visible_from`."""
+        ...
+
+    @property
+    def context(self) -> int: ...
+
+
+class RingContext(BlockContext, Protocol):
+    """A `BlockContext` that can be read where it lies."""
+
+    def ring(self, layer: int) -> Ring: ...
 
 
 class DraftModel(Protocol):

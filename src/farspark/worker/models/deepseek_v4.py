@@ -13,10 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from farspark.errors import CheckpointError
@@ -35,6 +34,10 @@ from farspark.worker.models.heads import ConfidenceHead, MarkovHead, VanillaMark
 from farspark.worker.models.hyper_connections import HyperConnection, HyperHead
 from farspark.worker.models.latent_attention import attend_with_sink
 from farspark.worker.models.quantised import QuantisedLinear, decode_fp4, decode_fp8, through_fp8
+from farspark.worker.models.streams import FUSED_COPIES, PlainStreams, Streams
+
+if TYPE_CHECKING:
+    from farspark.worker.models.fused_sublayers import FusedSublayers
 
 FLOAT32: Final = Arithmetic(torch.float32, torch.float32)
 
@@ -62,7 +65,7 @@ class Rotation(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Attention:
+class Attention:
     query_down: QuantisedLinear  # [q_lora_rank, D]
     query_norm: Tensor  # [q_lora_rank]
     query_up: QuantisedLinear  # [heads * d, q_lora_rank]
@@ -74,10 +77,10 @@ class _Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stage:
+class Stage:
     attention_mixes: HyperConnection
     attention_norm: Tensor  # [D]
-    attention: _Attention
+    attention: Attention
     moe_mixes: HyperConnection
     moe_norm: Tensor  # [D]
     router: Router
@@ -135,12 +138,24 @@ class DeepseekV4:
         # Ids past the target's own vocabulary must never win an argmax.
         self._head = take.vocabulary(HEAD)[:vocab_size]
         assert not tensors, f"weights without a use: {sorted(tensors)}"
+        self._first_copy = torch.zeros((1, config.hc_mult), dtype=torch.float32, device=device)
+        self._first_copy[0, 0] = 1.0
+        self._streams: Streams = PlainStreams(arithmetic, config.rms_norm_eps)
+        self._fused: FusedSublayers | None = None
+        if arithmetic.fused_streams is not None and config.hc_mult == FUSED_COPIES:
+            self._streams = arithmetic.fused_streams(arithmetic, config.rms_norm_eps)
+            if arithmetic.fused_sublayers is not None and not is_reference:
+                self._fused = arithmetic.fused_sublayers(config, self._stages, arithmetic.dtype)
         # Computed on the CPU and moved: a device's own pow may differ in the last bit.
         exponents = torch.arange(0, config.rope_head_dim, 2, dtype=torch.float32) / config.rope_head_dim
         self._inverse_frequency = (1.0 / config.rope_theta**exponents).to(device)
 
     def project_context(self, rows: Tensor, positions: Tensor) -> Tensor:
         config, arithmetic = self._config, self.arithmetic
+        if self._fused is not None:
+            return self._fused.context_entries(
+                rows, self._main, self._main_norm, self._latents, self._latent_norms, self._rotation(positions)
+            )
         combined = arithmetic.wide_rms_norm(self._main(rows), self._main_norm, config.rms_norm_eps)
         latents = self._latents(combined).view(-1, config.stages, config.head_dim)
         latents = arithmetic.wide_rms_norm(latents, self._latent_norms, config.rms_norm_eps)
@@ -159,30 +174,37 @@ class DeepseekV4:
         self, tokens: Tensor, positions: Tensor, context: BlockContext, margins: list[Tensor] | None = None
     ) -> Tensor:
         """`block`; takes note in `margins` of each stage's, [B * Q]."""
-        config, arithmetic = self._config, self.arithmetic
+        streams = self._streams
         rotation = self._rotation(positions)
-        stream = F.embedding(tokens, self._embedding).unsqueeze(-2).expand(-1, -1, config.hc_mult, -1)
-        before = torch.zeros((*tokens.shape, config.hc_mult), dtype=torch.float32, device=tokens.device)
-        before[..., 0] = 1.0
-        for index, stage in enumerate(self._stages):
-            for mixes_of, norm in ((stage.attention_mixes, stage.attention_norm), (stage.moe_mixes, stage.moe_norm)):
-                mixes = arithmetic.mixes(mixes_of, stream)
-                x = arithmetic.collapse(stream, before if config.is_v41 else mixes.pre, norm, config.rms_norm_eps)
-                is_attention = mixes_of is stage.attention_mixes
-                if margins is not None and not is_attention:
-                    margins.append(stage.router.margins(x.flatten(0, 1)))
-                output = self._attend(index, x, rotation, context) if is_attention else self._mix_experts(stage, x)
-                stream = arithmetic.spread(output, stream, mixes)
-                before = mixes.pre
-        return arithmetic.collapse(stream, before if self._head_mix is None else self._head_mix(stream))
+        steps = [
+            step
+            for index, stage in enumerate(self._stages)
+            for step in ((index, stage.attention_mixes, stage.attention_norm), (index, stage.moe_mixes, stage.moe_norm))
+        ]
+        connections = [connection for _, connection, _ in steps]
+        stream, before = streams.enter(tokens.flatten(), self._embedding, connections[0]), self._first_copy
+        for (index, connection, norm), following in zip(steps, [*connections[1:], self._head_mix], strict=True):
+            x, mixes = streams.sublayer_input(stream, connection, before if self._config.is_v41 else None, norm)
+            stage = self._stages[index]
+            if connection is stage.attention_mixes:
+                output = self._attend(index, x.view(*tokens.shape, -1), rotation, context)
+            else:
+                if margins is not None:
+                    margins.append(stage.router.margins(x))
+                output = self._mix_experts(index, x)
+            stream = streams.advance(output, stream, mixes, following)
+            before = mixes.pre
+        return streams.leave(stream, self._head_mix, before).view(*tokens.shape, -1)
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         normed = self.arithmetic.wide_rms_norm(hidden, self._norm, self._config.rms_norm_eps)
         return self._logits.linear(normed, self._head)
 
-    def _attend(self, index: int, x: Tensor, rotation: Rotation, context: BlockContext) -> Tensor:
-        """[B, Q, D] -> [B, Q, D]"""
+    def _attend(self, index: int, x: Tensor, rotation: Rotation, context: BlockContext) -> Any:
+        """What `advance` takes of x [B, Q, D]."""
         config, arithmetic = self._config, self.arithmetic
+        if self._fused is not None:
+            return self._fused.attend(self._stages[index], index, x.flatten(0, 1), rotation, context)
         attention = self._stages[index].attention
         query = arithmetic.wide_rms_norm(attention.query_down(x), attention.query_norm, config.rms_norm_eps)
         query = attention.query_up(query).view(*x.shape[:2], config.num_heads, config.head_dim)
@@ -196,13 +218,14 @@ class DeepseekV4:
         attended = self._rotate(arithmetic.round(attended), Rotation(rotation.cos, -rotation.sin))
         grouped = attended.reshape(-1, config.o_groups, attention.output_down.shape[1]).transpose(0, 1)
         output = arithmetic.round(torch.bmm(grouped, attention.output_down)).transpose(0, 1)
-        return attention.output_up(output.reshape(*x.shape[:2], -1))
+        return attention.output_up(output.reshape(len(output), -1))
 
-    def _mix_experts(self, stage: _Stage, x: Tensor) -> Tensor:
-        """[B, Q, D] -> [B, Q, D]"""
-        flat = x.flatten(0, 1)
-        total = stage.experts(flat, stage.router(flat)) + stage.shared(flat).float()
-        return self.arithmetic.round(total).view_as(x)
+    def _mix_experts(self, index: int, x: Tensor) -> Any:
+        """What `advance` takes of x [T, D]."""
+        stage = self._stages[index]
+        if self._fused is not None:
+            return self._fused.mix_experts(stage, index, x)
+        return self.arithmetic.round(stage.experts(x, stage.router(x)) + stage.shared(x).float())
 
     def _latents_of(self, stage: int) -> QuantisedLinear:
         rows = slice(stage * self._config.head_dim, (stage + 1) * self._config.head_dim)
@@ -227,8 +250,7 @@ class DeepseekV4:
 
     def _rotation(self, positions: Tensor) -> Rotation:
         """[...] -> [..., 1, rotated / 2], not rounded."""
-        angles = (positions.float().unsqueeze(-1) * self._inverse_frequency).unsqueeze(-2)
-        return Rotation(angles.cos(), angles.sin())
+        return Rotation(*self.arithmetic.rotation(positions, self._inverse_frequency, is_rounded=False))
 
 
 class _Weights:
@@ -305,13 +327,13 @@ class _Weights:
         )
 
 
-def _stage(take: _Weights, prefix: str, latent: QuantisedLinear) -> _Stage:
+def _stage(take: _Weights, prefix: str, latent: QuantisedLinear) -> Stage:
     config = take.config
     attention, moe = prefix + "attn.", prefix + "ffn."
-    return _Stage(
+    return Stage(
         attention_mixes=take.hyper_connection(prefix + "hc_attn"),
         attention_norm=take.float32(prefix + "attn_norm.weight"),
-        attention=_Attention(
+        attention=Attention(
             query_down=take.fp8(attention + "wq_a"),
             query_norm=take.float32(attention + "q_norm.weight"),
             query_up=take.fp8(attention + "wq_b"),
@@ -331,8 +353,7 @@ def _stage(take: _Weights, prefix: str, latent: QuantisedLinear) -> _Stage:
         ),
         experts=take.experts(moe + "experts."),
         shared=SharedExpert(
-            gate=take.fp8(moe + "shared_experts.w1"),
-            up=take.fp8(moe + "shared_experts.w3"),
+            gate_up=take.fp8_of([moe + "shared_experts.w1", moe + "shared_experts.w3"]),
             down=take.fp8(moe + "shared_experts.w2"),
             limit=config.swiglu_limit,
             arithmetic=take.arithmetic,
@@ -361,7 +382,7 @@ def weight_bytes(config: DeepseekV4Config, arithmetic: Arithmetic, *, on_cpu: bo
     """Memory of the weights as this module holds them, in both modes; from the config alone.
 
     What was quantised takes the carrier's size, but for experts that stay packed; the vocabulary's projections float32 on a
-    CPU, and the small rest float32.
+    CPU, and the small rest float32, but the routers beside packed experts in the carrier's too.
     """
     is_packed = arithmetic.packed_experts is not None
     carrier = arithmetic.carrier.itemsize
@@ -381,4 +402,6 @@ def weight_bytes(config: DeepseekV4Config, arithmetic: Arithmetic, *, on_cpu: bo
             total += count * carrier
         else:
             total += count * 4
+            if is_packed and carrier < 4 and name.endswith("gate.weight"):
+                total += count * carrier
     return total

@@ -183,15 +183,6 @@ def inverse_frequencies(theta: float, head_dim: int, rotated: int, device: torch
     return frequencies.to(device)
 
 
-def rotation(positions: Tensor, frequencies: Tensor, rounded: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine at `positions` [...]: float32 [..., 1, d/2], rounded to the model's dtype as vLLM's table is.
-
-    Computed and not looked up: a table of 1,048,576 positions would take more memory than many a drafter.
-    """
-    angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
-    return angles.cos().to(rounded).float().unsqueeze(-2), angles.sin().to(rounded).float().unsqueeze(-2)
-
-
 def seen(
     block: int, visible: int, window: int, causal: bool, *, as_trained: bool, device: torch.device
 ) -> Tensor | None:

@@ -63,16 +63,16 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
 class SharedExpert:
     """The expert that every token goes through, with weight 1."""
 
-    def __init__(
-        self, gate: QuantisedLinear, up: QuantisedLinear, down: QuantisedLinear, limit: float, arithmetic: Arithmetic
-    ) -> None:
-        self.gate, self.up, self.down = gate, up, down
+    def __init__(self, gate_up: QuantisedLinear, down: QuantisedLinear, limit: float, arithmetic: Arithmetic) -> None:
+        """`gate_up` makes [T, 2 * inner], gate first."""
+        self.gate_up, self.down = gate_up, down
         self._limit = limit
         self._arithmetic = arithmetic
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, D]"""
-        return self.down(self._arithmetic.round(swiglu(self.gate(x), self.up(x), self._limit)))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(self._arithmetic.round(swiglu(gate, up, self._limit)))
 
 
 class RoutedExperts(Protocol):

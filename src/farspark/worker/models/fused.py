@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from farspark.worker.models import fused_products, fused_streams
+from farspark.worker.models import fused_products
 from farspark.worker.models.base import Arithmetic, HeadProjections
-from farspark.worker.models.heads import MarkovHead, SoftCappedMarkov, VanillaMarkov
-from farspark.worker.models.hyper_connections import HyperConnection, Mixes
+from farspark.worker.models.fused_streams import FusedStreams
+from farspark.worker.models.fused_sublayers import FusedSublayers
+from farspark.worker.models.heads import ConfidenceHead, MarkovHead, SoftCappedMarkov, VanillaMarkov
 from farspark.worker.models.packed_experts import PackedExperts
 
 # Rows of the Markov head's second matrix that a program reads at once, at most, and the bytes of them; how many of these parts
@@ -31,17 +32,74 @@ _PROGRAMS_A_PROCESSOR: Final = 2
 _REQUESTS: Final = 16
 
 
+@triton.jit(do_not_specialize=["mask_token", "last_position"])
+def _block_kernel(anchors, anchor_tokens, tokens, positions, mask_token, last_position, LENGTH: tl.constexpr):
+    """Program b: the tokens and the positions of block b, int64 [B, LENGTH]."""
+    request = tl.program_id(0).to(tl.int64)
+    anchor, token = tl.load(anchors + request), tl.load(anchor_tokens + request)
+    for place in tl.static_range(LENGTH):
+        target = request * LENGTH + place
+        tl.store(tokens + target, token if place == 0 else mask_token.to(tl.int64))
+        tl.store(positions + target, tl.minimum(anchor + place, last_position))
+
+
 @triton.jit
-def _rms_norm_kernel(x, weight, normed, width, eps, BLOCK: tl.constexpr):
-    """Program r: row r of [rows, width], contiguous."""
+def _embed_norm_kernel(tokens, embedding, weight, embedded, normed, width, scale, eps, BLOCK: tl.constexpr):
+    """Program t: the embedding of token t, scaled, and its norm."""
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    norm = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    dtype = embedded.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.load(tokens + row) * width
+    values = tl.load(embedding + source + column, mask=inside, other=0.0).to(tl.float32)
+    values = (values * scale).to(dtype)
+    tl.store(embedded + row * width + column, values, mask=inside)
+    values = values.to(tl.float32)
+    values *= tl.rsqrt(tl.sum(values * values) / width + eps)
+    tl.store(normed + row * width + column, (values.to(dtype).to(tl.float32) * norm).to(dtype), mask=inside)
+
+
+@triton.jit
+def _rotation_kernel(positions, frequencies, cos, sin, pairs, IS_ROUNDED: tl.constexpr, BLOCK: tl.constexpr):
+    """Program t: cosine and sine of the angles at position t, float32 [tokens, pairs], rounded to bf16 or not."""
+    pair = tl.arange(0, BLOCK)
+    inside = pair < pairs
+    frequency = tl.load(frequencies + pair, mask=inside, other=0.0)
+    row = tl.program_id(0).to(tl.int64)
+    angles = tl.load(positions + row).to(tl.float32) * frequency
+    cosine, sine = tl.cos(angles), tl.sin(angles)
+    if IS_ROUNDED:
+        cosine, sine = cosine.to(tl.bfloat16).to(tl.float32), sine.to(tl.bfloat16).to(tl.float32)
+    tl.store(cos + row * pairs + pair, cosine, mask=inside)
+    tl.store(sin + row * pairs + pair, sine, mask=inside)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x,
+    weight,
+    normed,
+    width,
+    eps,
+    HAS_WEIGHT: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program r: row r of [rows, width], contiguous; rounded in front of the weight too, or once at the end."""
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
+    if HAS_WEIGHT:
+        scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     values = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
     values *= tl.rsqrt(tl.sum(values * values) / width + eps)
     dtype = normed.dtype.element_ty
-    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + row + column, (values.to(dtype).to(tl.float32) * scale).to(dtype), mask=inside)
+    if not IS_WIDE:
+        values = values.to(dtype).to(tl.float32)
+    if HAS_WEIGHT:
+        values *= scale
+    tl.store(normed + row + column, values.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -140,6 +198,9 @@ def _chain_kernel(
     request = tl.program_id(1) * REQUESTS + tl.arange(0, REQUESTS)
     is_asked = request < requests
     dtype = base.dtype.element_ty
+    count = tl.cdiv(tl.cdiv(vocabulary, ROWS) - tl.program_id(0), tl.num_programs(0))
+    start = tl.where(step % 2 == 0, 0, count - 1)
+    turn = tl.where(step % 2 == 0, 1, -1)
     if RANK > 0:
         if step == 0:
             previous = tl.load(anchors + request, mask=is_asked, other=0)
@@ -154,9 +215,6 @@ def _chain_kernel(
         )
     order = tl.full([ROWS, REQUESTS], -0x80000000, tl.int32)
     token = tl.zeros([ROWS, REQUESTS], tl.int32)
-    count = tl.cdiv(tl.cdiv(vocabulary, ROWS) - tl.program_id(0), tl.num_programs(0))
-    start = tl.where(step % 2 == 0, 0, count - 1)
-    turn = tl.where(step % 2 == 0, 1, -1)
     for at in tl.range(0, count, num_stages=STAGES):
         row = (tl.program_id(0) + (start + turn * at) * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
         in_vocabulary = row < vocabulary
@@ -192,25 +250,56 @@ def _chain_kernel(
 
 
 @triton.jit
-def _chosen_kernel(
-    best, anchors, w1, chosen, tops, embedded, steps, vocabulary, RANK: tl.constexpr, COLUMNS: tl.constexpr
+def _answer_kernel(
+    best,
+    anchors,
+    w1,
+    hidden,
+    weight,
+    bias,
+    packed,
+    hidden_request,
+    hidden_step,
+    steps,
+    width,
+    RANK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_CONFIDENCE: tl.constexpr,
+    READS_MARKOV: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
-    """Program (b, k): what won position k of request b, and the embedding of the token before it."""
+    """Program (b, k): what won position k of request b, whether it and the confidence are finite, and the confidence."""
     request, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    if HAS_CONFIDENCE:
+        weights = tl.load(weight + column, mask=column < width, other=0.0)
+    confidence = 1.0
+    if HAS_CONFIDENCE:
+        source = hidden + request * hidden_request + step * hidden_step
+        total = tl.sum(weights * tl.load(source + column, mask=column < width, other=0.0).to(tl.float32))
+        if READS_MARKOV:
+            if step == 0:
+                previous = tl.load(anchors + request)
+            else:
+                won = tl.load(best + request * steps + step - 1)
+                previous = 0xFFFFFFFF - (won & 0xFFFFFFFF)
+            place = tl.arange(0, COLUMNS)
+            vector = tl.load(w1 + previous * RANK + place, mask=place < RANK, other=0.0).to(tl.float32)
+            total += tl.sum(vector * tl.load(weight + width + place, mask=place < RANK, other=0.0))
+        if HAS_BIAS:
+            total += tl.load(bias)
+        confidence = tl.sigmoid(total)
     key = tl.load(best + request * steps + step)
     order = (key >> 32).to(tl.int32)
     bits = tl.where(order < 0, order ^ 0x7FFFFFFF, order)
-    tl.store(chosen + request * steps + step, 0xFFFFFFFF - (key & 0xFFFFFFFF))
-    tl.store(tops + request * steps + step, bits.to(tl.float32, bitcast=True))
-    if RANK > 0:
-        if step == 0:
-            previous = tl.load(anchors + request)
-        else:
-            won = tl.load(best + request * steps + step - 1)
-            previous = 0xFFFFFFFF - (won & 0xFFFFFFFF)
-        column = tl.arange(0, COLUMNS)
-        vector = tl.load(w1 + previous * RANK + column, mask=column < RANK, other=0.0)
-        tl.store(embedded + (request * steps + step) * RANK + column, vector, mask=column < RANK)
+    top = bits.to(tl.float32, bitcast=True)
+    # What is infinite or not a number minus itself is not zero.
+    is_finite = (top - top == 0.0) & (confidence - confidence == 0.0)
+    target = packed + request * 3 * steps + step
+    tl.store(target, (0xFFFFFFFF - (key & 0xFFFFFFFF)).to(tl.int32))
+    tl.store(target + steps, is_finite.to(tl.int32))
+    tl.store(target + 2 * steps, tl.cast(confidence, tl.float32).to(tl.int32, bitcast=True))
 
 
 def _power_of_two(size: int, least: int = 1) -> int:
@@ -221,18 +310,89 @@ class FusedArithmetic(Arithmetic):
     """`Arithmetic` on a GPU. Its dtype and its carrier are the same."""
 
     packed_experts: ClassVar = PackedExperts
+    fused_streams: ClassVar = FusedStreams
+    fused_sublayers: ClassVar = FusedSublayers
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dim() != 1:
             return super().rms_norm(x, weight, eps)
+        return self._norm(x, weight, eps, is_wide=False)
+
+    def wide_rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        if weight is not None and weight.dim() != 1:
+            return super().wide_rms_norm(x, weight, eps)
+        return self._norm(x, weight, eps, is_wide=True)
+
+    def _norm(self, x: Tensor, weight: Tensor | None, eps: float, *, is_wide: bool) -> Tensor:
         width = x.shape[-1]
         rows = x.contiguous().view(-1, width)
         normed = torch.empty_like(rows, dtype=self.dtype)
         block = _power_of_two(width)
         _rms_norm_kernel[(len(rows),)](
-            rows, weight, normed, width, eps, BLOCK=block, num_warps=8 if block > 2048 else 4
+            rows,
+            rows if weight is None else weight,
+            normed,
+            width,
+            eps,
+            HAS_WEIGHT=weight is not None,
+            IS_WIDE=is_wide,
+            BLOCK=block,
+            num_warps=8 if block > 2048 else 4,
         )
         return normed.view(x.shape)
+
+    def block_inputs(
+        self, anchors: Tensor, anchor_tokens: Tensor, mask_token: int, length: int, last_position: int
+    ) -> tuple[Tensor, Tensor]:
+        tokens, positions = (anchors.new_empty((len(anchors), length)) for _ in range(2))
+        _block_kernel[(len(anchors),)](
+            anchors,
+            anchor_tokens,
+            tokens,
+            positions,
+            mask_token,
+            last_position,
+            LENGTH=length,
+            num_warps=1,
+        )
+        return tokens, positions
+
+    def embed_norm(
+        self, tokens: Tensor, embedding: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        width = embedding.shape[1]
+        shape = *tokens.shape, width
+        embedded, normed = (torch.empty(shape, dtype=self.dtype, device=tokens.device) for _ in range(2))
+        block = _power_of_two(width)
+        _embed_norm_kernel[(tokens.numel(),)](
+            tokens.contiguous(),
+            embedding,
+            weight,
+            embedded,
+            normed,
+            width,
+            scale,
+            eps,
+            BLOCK=block,
+            num_warps=8 if block > 2048 else 4,
+        )
+        return normed, embedded
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, *, is_rounded: bool = True) -> tuple[Tensor, Tensor]:
+        pairs = len(frequencies)
+        shape = *positions.shape, 1, pairs
+        cos, sin = (torch.empty(shape, dtype=torch.float32, device=positions.device) for _ in range(2))
+        _rotation_kernel[(positions.numel(),)](
+            positions.contiguous(),
+            frequencies,
+            cos,
+            sin,
+            pairs,
+            IS_ROUNDED=is_rounded and self.dtype == torch.bfloat16,
+            BLOCK=_power_of_two(pairs),
+            num_warps=1,
+        )
+        return cos, sin
 
     def norm_rotate_keys(
         self, keys_values: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, *, is_neox: bool
@@ -300,66 +460,59 @@ class FusedArithmetic(Arithmetic):
         return fused_products.add_norm(sums, residual, norm, eps, own_norm=own_norm, scalar=scalar)
 
     def gated_linear(self, x: Tensor, gate_up: Tensor, *, is_gelu: bool = False) -> Tensor:
-        return fused_products.gate(fused_products.product(x, gate_up), x, is_gelu=is_gelu)
+        return fused_products.gated_product(x, gate_up, is_gelu=is_gelu)
 
-    def mixes(self, connection: HyperConnection, stream: Tensor) -> Mixes:
-        return fused_streams.mixes(connection, stream)
-
-    def collapse(self, stream: Tensor, pre: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        return fused_streams.collapse(stream, pre, weight, eps, self.dtype)
-
-    def spread(self, output: Tensor, stream: Tensor, mixes: Mixes) -> Tensor:
-        return fused_streams.spread(output, stream, mixes, self.dtype)
-
-    def greedy_chain(
-        self, base: Tensor, anchors: Tensor, markov: MarkovHead | None
-    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    def greedy_answer(
+        self,
+        base: Tensor,
+        hidden: Tensor,
+        anchor_tokens: Tensor,
+        markov: MarkovHead | None,
+        confidence: ConfidenceHead | None,
+    ) -> Tensor | None:
         if markov is None:
-            return greedy_chain(base, anchors, None, None)
+            return greedy_answer(base, hidden, anchor_tokens, None, None, confidence)
         if type(markov) is VanillaMarkov:
-            return greedy_chain(base, anchors, markov.w1, markov.w2, scale=markov.scale)
+            return greedy_answer(base, hidden, anchor_tokens, markov.w1, markov.w2, confidence, scale=markov.scale)
         if type(markov) is SoftCappedMarkov:
-            return greedy_chain(base, anchors, markov.w1, markov.w2, soft_cap=markov.cap)
+            return greedy_answer(base, hidden, anchor_tokens, markov.w1, markov.w2, confidence, soft_cap=markov.cap)
         # A head that reads the hidden state or keeps one of its own goes step by step.
         return None
 
 
-def greedy_chain(
+def greedy_answer(
     base: Tensor,
-    anchors: Tensor,
+    hidden: Tensor,
+    anchor_tokens: Tensor,
     w1: Tensor | None,
     w2: Tensor | None,
+    confidence: ConfidenceHead | None,
     *,
     scale: float = 1.0,
     soft_cap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The sequential stage: every position's token given the one before it, one launch a position.
+) -> Tensor:
+    """`Arithmetic.greedy_answer`, one launch a position and one for all confidences.
 
-    `base` [B, steps, vocabulary] contiguous; `anchors` int64 [B]; `w1` and `w2` [vocabulary, r], or None. The bias is
-    multiplied by `scale` or capped as `heads.SoftCappedMarkov` does (0: not), not both.
-    Returns tokens int64 [B, steps] (the lowest id with the greatest logit), those logits float32 [B, steps] (NaN where any
-    logit of the position is), and the embeddings of the tokens before [B, steps, r].
+    `w1` and `w2` [vocabulary, r], or None. The bias is multiplied by `scale` or capped as `heads.SoftCappedMarkov` does (0: not),
+    not both.
     """
     requests, steps, vocabulary = base.shape
     device = base.device
     rank = 0 if w1 is None else w1.shape[1]
     best = torch.full((requests, steps), torch.iinfo(torch.int64).min, device=device)
-    chosen = torch.empty((requests, steps), dtype=torch.int64, device=device)
-    tops = torch.empty((requests, steps), dtype=torch.float32, device=device)
-    embedded = None if w1 is None else torch.empty((requests, steps, rank), dtype=w1.dtype, device=device)
+    packed = torch.empty((requests, 3, steps), dtype=torch.int32, device=device)
     nothing: Any = base
     columns = _power_of_two(rank, 16)
     row_bytes = columns * (base if w2 is None else w2).itemsize
     rows = min(_VOCABULARY_ROWS, _TILE_BYTES // row_bytes)
     tiles = triton.cdiv(vocabulary, rows)
     programs = min(tiles, _processors(device) * _PROGRAMS_A_PROCESSOR)
-    sizes = {"RANK": rank, "COLUMNS": columns}
     for step in range(steps):
         _chain_kernel[(programs, triton.cdiv(requests, _REQUESTS))](
             base[:, step],
             nothing if w1 is None else w1,
             nothing if w2 is None else w2,
-            anchors,
+            anchor_tokens,
             best,
             step,
             base.stride(0),
@@ -367,7 +520,8 @@ def greedy_chain(
             vocabulary,
             requests,
             soft_cap or scale,
-            **sizes,
+            RANK=rank,
+            COLUMNS=columns,
             ROWS=rows,
             REQUESTS=_REQUESTS,
             STAGES=_CHAIN_STAGES,
@@ -375,18 +529,28 @@ def greedy_chain(
             PRECISION="ieee" if w2 is None or w2.dtype == torch.float32 else "tf32",
             num_warps=_CHAIN_WARPS,
         )
-    _chosen_kernel[(requests, steps)](
+    width = hidden.shape[-1]
+    _answer_kernel[(requests, steps)](
         best,
-        anchors,
+        anchor_tokens,
         nothing if w1 is None else w1,
-        chosen,
-        tops,
-        nothing if embedded is None else embedded,
+        hidden,
+        nothing if confidence is None else confidence.weight,
+        nothing if confidence is None or confidence.bias is None else confidence.bias,
+        packed,
+        hidden.stride(0),
+        hidden.stride(1),
         steps,
-        vocabulary,
-        **sizes,
+        width,
+        RANK=rank,
+        COLUMNS=columns,
+        BLOCK=_power_of_two(width),
+        HAS_CONFIDENCE=confidence is not None,
+        READS_MARKOV=confidence is not None and confidence.with_markov,
+        HAS_BIAS=confidence is not None and confidence.bias is not None,
+        num_warps=4,
     )
-    return chosen, tops, embedded
+    return packed
 
 
 def _processors(device: torch.device) -> int:

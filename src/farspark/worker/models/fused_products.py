@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Rows that this module's product takes; from there on torch's own is as good.
-_MOST_ROWS = 32
+# Of a column of the rows that this module's product takes: 64 rows of bf16, 32 of float32. From there on torch's own is as good,
+# and the tiles would outgrow the shared memory of a GPU that has 99 KiB of it.
+_MOST_BYTES: Final = 128
 _OUTPUTS: Final = 64  # of one program
 _COLUMNS: Final = 128  # of one turn of its loop
 _STAGES: Final = 3  # turns whose loads are on their way from memory at once
@@ -44,18 +45,28 @@ def _product_kernel(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    GATE: tl.constexpr,
 ):
-    """Program (o, s): outputs o of `first`, then of `second`, both [., WIDTH], over the columns of slice s; x [rows, WIDTH]."""
+    """Program (o, s): outputs o of `first`, then of `second`, both [., WIDTH], over the columns of slice s; x [rows, WIDTH].
+
+    With a GATE, for which there is one slice, the outputs come in pairs of one of `first` and one of `second`, and what is
+    stored in the model's dtype, [rows, outputs / 2], is activation(a) · b of each.
+    """
     start = tl.program_id(0) * OUTPUTS
-    if start < first_outputs:
-        weights = first + start.to(tl.int64) * WIDTH
-    else:
-        weights = second + (start - first_outputs).to(tl.int64) * WIDTH
     output, row = tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
     is_output, is_row = start + output < outputs, row < rows
-    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    if GATE != "none":
+        place = (start // 2 + output // 2).to(tl.int64) * WIDTH
+        weights = tl.where(output % 2 == 0, first + place, second + place)
+    else:
+        if start < first_outputs:
+            matrix = first + start.to(tl.int64) * WIDTH
+        else:
+            matrix = second + (start - first_outputs).to(tl.int64) * WIDTH
+        weights = matrix + output * WIDTH
     turns: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     turn = tl.program_id(1) * slice_turns
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for at in tl.range(turn, tl.minimum(turn + slice_turns, turns), num_stages=STAGES):
         column = at * COLUMNS + tl.arange(0, COLUMNS)
         if WIDTH % COLUMNS == 0:
@@ -63,11 +74,31 @@ def _product_kernel(
         else:
             is_weight = is_output[:, None] & (column < WIDTH)[None, :]
             is_value = is_row[None, :] & (column < WIDTH)[:, None]
-        tile = tl.load(weights + output[:, None] * WIDTH + column[None, :], mask=is_weight, other=0.0)
+        tile = tl.load(weights[:, None] + column[None, :], mask=is_weight, other=0.0)
         values = tl.load(x + row[None, :] * WIDTH + column[:, None], mask=is_value, other=0.0)
         total = tl.dot(tile, values, total, input_precision=PRECISION)
-    target = (tl.program_id(1) * rows + row)[None, :] * outputs + (start + output)[:, None]
-    tl.store(sums + target, total, mask=is_output[:, None] & is_row[None, :])
+    if GATE != "none":
+        dtype = sums.dtype.element_ty
+        pairs = tl.permute(tl.reshape(total, [OUTPUTS // 2, 2, ROWS]), (0, 2, 1))
+        gates, ups = tl.split(pairs)
+        gates, ups = gates.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32)
+        pair = start // 2 + tl.arange(0, OUTPUTS // 2)
+        mask = (pair < outputs // 2)[:, None] & is_row[None, :]
+        tl.store(sums + row[None, :] * (outputs // 2) + pair[:, None], _gated(gates, ups, GATE, dtype), mask=mask)
+    else:
+        target = (tl.program_id(1) * rows + row)[None, :] * outputs + (start + output)[:, None]
+        tl.store(sums + target, total, mask=is_output[:, None] & is_row[None, :])
+
+
+@triton.jit
+def _gated(gate, up, GATE: tl.constexpr, DTYPE: tl.constexpr):
+    """activation(gate) · up, rounded after each."""
+    if GATE == "gelu":
+        # x/2 · (1 + tanh z) = x · σ(2z)
+        active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        active = gate * tl.sigmoid(gate)
+    return (active.to(DTYPE).to(tl.float32) * up).to(DTYPE)
 
 
 @triton.jit
@@ -108,11 +139,13 @@ def _add_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < width
     dtype = normed.dtype.element_ty
-    values = _summed(sums + row + column, rows * width, inside, SLICES, dtype)
-    added = tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_OWN_NORM:
-        weight = tl.load(own_norm + column, mask=inside, other=0.0).to(tl.float32)
-        values = _normed(values, weight, width, eps, dtype).to(tl.float32)
+        own_weight = tl.load(own_norm + column, mask=inside, other=0.0).to(tl.float32)
+    added = tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
+    values = _summed(sums + row + column, rows * width, inside, SLICES, dtype)
+    if HAS_OWN_NORM:
+        values = _normed(values, own_weight, width, eps, dtype).to(tl.float32)
         values = (values + added).to(dtype).to(tl.float32)
     else:
         # The norm sees the sum before it is rounded.
@@ -120,12 +153,19 @@ def _add_norm_kernel(
     if HAS_SCALAR:
         values = (values * tl.load(scalar).to(tl.float32)).to(dtype).to(tl.float32)
     tl.store(total + row + column, values.to(dtype), mask=inside)
-    weight = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + row + column, _normed(values, weight, width, eps, dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _gate_kernel(sums, out, rows, width, SLICES: tl.constexpr, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_kernel(
+    sums,
+    out,
+    rows,
+    width,
+    SLICES: tl.constexpr,
+    GATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Program (r, c): columns c of row r: activation of the product's first half, times its second half."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -134,12 +174,7 @@ def _gate_kernel(sums, out, rows, width, SLICES: tl.constexpr, IS_GELU: tl.const
     source = sums + row * 2 * width + column
     gate = _summed(source, rows * 2 * width, inside, SLICES, dtype)
     up = _summed(source + width, rows * 2 * width, inside, SLICES, dtype)
-    if IS_GELU:
-        # x/2 · (1 + tanh z) = x · σ(2z)
-        active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        active = gate * tl.sigmoid(gate)
-    tl.store(out + row * width + column, (active.to(dtype).to(tl.float32) * up).to(dtype), mask=inside)
+    tl.store(out + row * width + column, _gated(gate, up, GATE, dtype), mask=inside)
 
 
 @triton.jit
@@ -222,9 +257,12 @@ def _turned(a, b, norm, first, second, inside, c, s, eps, DIM: tl.constexpr, DTY
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., width] by weight [outputs, width]: sums [slices, rows, outputs]."""
     rows = x.reshape(-1, x.shape[-1])
-    if bias is not None or not _is_taken(rows, weight):
+    if bias is not None or not takes(rows, weight):
         return F.linear(rows, weight, bias).unsqueeze(0)
-    return _product(rows, weight, weight, len(weight))
+    tiles, slices, slice_turns = _cut(rows, len(weight))
+    sums = torch.empty((slices, len(rows), len(weight)), dtype=torch.float32, device=rows.device)
+    _product(rows, weight, weight, sums, len(weight), (tiles, slices), slice_turns)
+    return sums
 
 
 def products(
@@ -233,31 +271,47 @@ def products(
     """`product` with two matrices at once."""
     rows = x.reshape(-1, x.shape[-1])
     has_bias = first_bias is not None or second_bias is not None
-    if has_bias or len(first) % _OUTPUTS or not (_is_taken(rows, first) and _is_taken(rows, second)):
+    if has_bias or len(first) % _OUTPUTS or not (takes(rows, first) and takes(rows, second)):
         return product(x, first, first_bias), product(x, second, second_bias)
-    sums = _product(rows, first, second, len(first) + len(second))
+    outputs = len(first) + len(second)
+    tiles, slices, slice_turns = _cut(rows, outputs)
+    sums = torch.empty((slices, len(rows), outputs), dtype=torch.float32, device=rows.device)
+    _product(rows, first, second, sums, outputs, (tiles, slices), slice_turns)
     return sums[..., : len(first)], sums[..., len(first) :]
 
 
-def _is_taken(rows: Tensor, weight: Tensor) -> bool:
-    return len(rows) <= _MOST_ROWS and rows.dtype == weight.dtype and weight.is_contiguous()
+def takes(rows: Tensor, weight: Tensor) -> bool:
+    """Whether `product` multiplies rows [count, width] by this weight itself."""
+    return len(rows) * rows.itemsize <= _MOST_BYTES and rows.dtype == weight.dtype and weight.is_contiguous()
 
 
-def _product(rows: Tensor, first: Tensor, second: Tensor, outputs: int) -> Tensor:
-    rows = rows.contiguous()
-    count, width = rows.shape
+def _cut(rows: Tensor, outputs: int) -> tuple[int, int, int]:
+    """(tiles of outputs, slices, turns of a slice) of a product."""
     device = rows.device
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    tiles, turns = triton.cdiv(outputs, _OUTPUTS), triton.cdiv(width, _COLUMNS)
+    tiles, turns = triton.cdiv(outputs, _OUTPUTS), triton.cdiv(rows.shape[1], _COLUMNS)
     wanted = max(1, processors * _PROGRAMS_A_PROCESSOR // tiles)
     slice_turns = max(_LEAST_TURNS, triton.cdiv(turns, wanted))
-    slices = triton.cdiv(turns, slice_turns)
-    sums = torch.empty((slices, count, outputs), dtype=torch.float32, device=device)
-    _product_kernel[(tiles, slices)](
+    return tiles, triton.cdiv(turns, slice_turns), slice_turns
+
+
+def _product(
+    rows: Tensor,
+    first: Tensor,
+    second: Tensor,
+    out: Tensor,
+    outputs: int,
+    grid: tuple[int, int],
+    slice_turns: int,
+    gate: str = "none",
+) -> None:
+    rows = rows.contiguous()
+    count, width = rows.shape
+    _product_kernel[grid](
         rows,
         first,
         second,
-        sums,
+        out,
         count,
         len(first),
         outputs,
@@ -268,9 +322,9 @@ def _product(rows: Tensor, first: Tensor, second: Tensor, outputs: int) -> Tenso
         COLUMNS=_COLUMNS,
         STAGES=_STAGES,
         PRECISION="ieee" if rows.dtype == torch.float32 else "tf32",
+        GATE=gate,
         num_warps=_WARPS,
     )
-    return sums
 
 
 def add_norm(
@@ -308,12 +362,20 @@ def add_norm(
     return normed, total
 
 
-def gate(sums: Tensor, like: Tensor, *, is_gelu: bool) -> Tensor:
-    """activation(a) · b of a product [a, b]; of the dtype and but for the last dimension of the shape of `like`."""
-    slices, rows, both = sums.shape
-    out = torch.empty((*like.shape[:-1], both // 2), dtype=like.dtype, device=like.device)
-    _gate_kernel[(rows, triton.cdiv(both // 2, _BLOCK))](
-        sums.contiguous(), out, rows, both // 2, SLICES=slices, IS_GELU=is_gelu, BLOCK=_BLOCK
+def gated_product(x: Tensor, gate_up: Tensor, *, is_gelu: bool) -> Tensor:
+    """activation(a) · b of the product [a, b] of x [..., width] and gate_up [2 * outputs, width]: [..., outputs]."""
+    rows = x.reshape(-1, x.shape[-1])
+    both, gate = len(gate_up), "gelu" if is_gelu else "silu"
+    outputs = both // 2
+    out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    if takes(rows, gate_up):
+        tiles, slices, slice_turns = _cut(rows, both)
+        if slices == 1:
+            _product(rows, gate_up[:outputs], gate_up[outputs:], out, both, (tiles, 1), slice_turns, gate)
+            return out
+    sums = product(x, gate_up)
+    _gate_kernel[(len(rows), triton.cdiv(outputs, _BLOCK))](
+        sums, out, len(rows), outputs, SLICES=len(sums), GATE=gate, BLOCK=_BLOCK
     )
     return out
 

@@ -1,203 +1,318 @@
-"""Hyper-connections in a few Triton launches, for GPUs: as plain operations the Sinkhorn iterations alone are a hundred.
+"""Hyper-connections in two Triton launches between two sublayers, for GPUs: as plain operations the Sinkhorn iterations alone are
+a hundred.
 
+The first adds up what the sublayer's products left in slices, spreads it over the stream and projects the new stream for
+the next sublayer's mixes, so that the stream is read once. The second makes the mixes, and the next sublayer's input.
 Importing this module imports Triton.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from farspark.worker.models.hyper_connections import HyperConnection, Mixes
+from farspark.worker.models.base import Arithmetic
+from farspark.worker.models.hyper_connections import HyperConnection, HyperHead, Mixes
 
-# Programs that share one token's projection: a few tokens must fill a GPU.
-_SPLITS: Final = 16
-_COLUMNS: Final = 512
+_TOKENS: Final = 16  # of one program of the first: the least number of rows that a tensor core takes
+_COLUMNS: Final = 32  # of each copy, of one program of the first
 
 
-@triton.jit
-def _project_kernel(
+class Output(NamedTuple):
+    """What a sublayer adds to the stream, before it is summed and rounded. T tokens."""
+
+    sums: Tensor  # [slices, T, D]: the slices' sum is rounded
+    routed: Tensor | None = None  # float32 [slices, T * k, D]: each token's k, each the sum of its slices, rounded
+
+
+class Stream(NamedTuple):
+    """Of T tokens, in front of a sublayer."""
+
+    values: Tensor  # [T, copies, D]
+    partial: Tensor  # float32 [T, parts, rows]: of the projection of the next mixes, and behind it of the squares' sum
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _advance_kernel(
+    sums,
+    routed,
     stream,
+    post,
+    comb,
     fn,
+    out,
     partial,
-    width,
-    per_split,
+    tokens,
+    WIDTH: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    SLICES: tl.constexpr,
+    ROUTED_SLICES: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Program (t, s): part s of fn · h and of Σ h² of token t: [T, splits, rows], the squares behind the outputs."""
-    token, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.arange(0, ROWS)
-    total = tl.zeros([ROWS], tl.float32)
-    squares = 0.0
-    for start in range(0, per_split, COLUMNS):
-        column = split * per_split + start + tl.arange(0, COLUMNS)
-        inside = (start + tl.arange(0, COLUMNS) < per_split) & (column < width)
-        values = tl.load(stream + token * width + column, mask=inside, other=0.0).to(tl.float32)
-        weights = tl.load(
-            fn + row[:, None].to(tl.int64) * width + column[None, :],
-            mask=(row < OUTPUTS)[:, None] & inside[None, :],
-            other=0.0,
+    """Program (c, g): columns c of all copies of tokens g: post_j y + Σ_i comb_ij h_i, and their part of the projection by fn.
+
+    IS_FIRST: `stream` is an embedding and `sums` the int64 ids of the tokens; every copy is the same. All that is read is read
+    before the first store: a load behind a store waits for it.
+    """
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    is_token = token < tokens
+    token = token.to(tl.int64)
+    inside = is_token[:, None] & (column < WIDTH)[None, :]
+    dtype = out.dtype.element_ty
+    if IS_FIRST:
+        row = tl.load(sums + token, mask=is_token, other=0)
+        a = tl.load(stream + row[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
+        b, c, d = a, a, a
+    else:
+        place = token[:, None] * WIDTH + column[None, :]
+        y = tl.zeros([TOKENS, COLUMNS], tl.float32)
+        for piece in tl.static_range(SLICES):
+            y += tl.load(sums + piece * tokens * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
+        y = y.to(dtype).to(tl.float32)
+        if PER_TOKEN > 0:
+            total = tl.zeros([TOKENS, COLUMNS], tl.float32)
+            for choice in tl.static_range(PER_TOKEN):
+                at = (token[:, None] * PER_TOKEN + choice) * WIDTH + column[None, :]
+                one = tl.zeros([TOKENS, COLUMNS], tl.float32)
+                for piece in tl.static_range(ROUTED_SLICES):
+                    one += tl.load(routed + piece * tokens * PER_TOKEN * WIDTH + at, mask=inside, other=0.0)
+                total += one.to(dtype).to(tl.float32)
+            y = (total + y).to(dtype).to(tl.float32)
+        held = stream + token[:, None] * (4 * WIDTH) + column[None, :]
+        h0 = tl.load(held, mask=inside, other=0.0).to(tl.float32)
+        h1 = tl.load(held + WIDTH, mask=inside, other=0.0).to(tl.float32)
+        h2 = tl.load(held + 2 * WIDTH, mask=inside, other=0.0).to(tl.float32)
+        h3 = tl.load(held + 3 * WIDTH, mask=inside, other=0.0).to(tl.float32)
+        post += token * 4
+        comb += token * 16
+        a = _copy(0, y, h0, h1, h2, h3, post, comb, is_token).to(dtype)
+        b = _copy(1, y, h0, h1, h2, h3, post, comb, is_token).to(dtype)
+        c = _copy(2, y, h0, h1, h2, h3, post, comb, is_token).to(dtype)
+        d = _copy(3, y, h0, h1, h2, h3, post, comb, is_token).to(dtype)
+    if OUTPUTS > 0:
+        row = tl.arange(0, ROWS)
+        is_weight = (row < OUTPUTS)[None, :] & (column < WIDTH)[:, None]
+        weights = fn + row[None, :] * (4 * WIDTH) + column[:, None]
+        first, second = tl.load(weights, mask=is_weight, other=0.0), tl.load(weights + WIDTH, mask=is_weight, other=0.0)
+        third = tl.load(weights + 2 * WIDTH, mask=is_weight, other=0.0)
+        fourth = tl.load(weights + 3 * WIDTH, mask=is_weight, other=0.0)
+        wa, wb, wc, wd = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+        projected = tl.dot(wa, first, input_precision="tf32x3")
+        projected = tl.dot(wb, second, projected, input_precision="tf32x3")
+        projected = tl.dot(wc, third, projected, input_precision="tf32x3")
+        projected = tl.dot(wd, fourth, projected, input_precision="tf32x3")
+        squares = tl.sum(wa * wa + wb * wb + wc * wc + wd * wd, axis=1)
+        part = (token * tl.num_programs(0) + tl.program_id(0))[:, None] * ROWS + row[None, :]
+        tl.store(
+            partial + part, tl.where((row == OUTPUTS)[None, :], squares[:, None], projected), mask=is_token[:, None]
         )
-        total += tl.sum(weights * values[None, :], axis=1)
-        squares += tl.sum(values * values)
-    tl.store(partial + (token * SPLITS + split) * ROWS + row, tl.where(row == OUTPUTS, squares, total))
+    target = out + token[:, None] * (4 * WIDTH) + column[None, :]
+    tl.store(target, a, mask=inside)
+    tl.store(target + WIDTH, b, mask=inside)
+    tl.store(target + 2 * WIDTH, c, mask=inside)
+    tl.store(target + 3 * WIDTH, d, mask=inside)
 
 
 @triton.jit
-def _mixes_kernel(
+def _copy(TO: tl.constexpr, y, h0, h1, h2, h3, post, comb, is_token):
+    """The copy TO of the new stream, float32."""
+    new = tl.load(post + TO, mask=is_token, other=0.0)[:, None] * y
+    new += tl.load(comb + TO, mask=is_token, other=0.0)[:, None] * h0
+    new += tl.load(comb + 4 + TO, mask=is_token, other=0.0)[:, None] * h1
+    new += tl.load(comb + 8 + TO, mask=is_token, other=0.0)[:, None] * h2
+    return new + tl.load(comb + 12 + TO, mask=is_token, other=0.0)[:, None] * h3
+
+
+@triton.jit
+def _input_kernel(
+    stream,
     partial,
     base,
     scale,
+    before,
+    weight,
+    x,
     pre,
     post,
     comb,
-    width,
+    before_stride,
+    parts,
     norm_eps,
     eps,
+    eps_of_input,
+    WIDTH: tl.constexpr,
     COPIES: tl.constexpr,
-    ITERATIONS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    IS_DELAYED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Program t: the three sets of weights of token t."""
+    """Program (t, 0): the collapse of token t, rounded, with a norm normed and rounded once more. Program (t, 1): its mixes."""
     token = tl.program_id(0).to(tl.int64)
-    split, copy = tl.arange(0, SPLITS), tl.arange(0, COPIES)
-    parts = partial + (token * SPLITS + split) * ROWS
-    outputs: tl.constexpr = (2 + COPIES) * COPIES
-    factor = tl.rsqrt(tl.sum(tl.load(parts + outputs)) / width + norm_eps)
-    before = tl.sum(tl.load(parts[:, None] + copy[None, :]), axis=0) * factor
-    after = tl.sum(tl.load(parts[:, None] + COPIES + copy[None, :]), axis=0) * factor
-    cell = copy[:, None] * COPIES + copy[None, :]
-    mixed = tl.sum(tl.load(parts[:, None, None] + 2 * COPIES + cell[None, :, :]), axis=0) * factor
-    before = tl.sigmoid(before * tl.load(scale) + tl.load(base + copy)) + eps
-    after = 2 * tl.sigmoid(after * tl.load(scale + 1) + tl.load(base + COPIES + copy))
-    mixed = mixed * tl.load(scale + 2) + tl.load(base + 2 * COPIES + cell)
-    mixed = tl.exp(mixed - tl.max(mixed, axis=1)[:, None])
-    mixed = mixed / tl.sum(mixed, axis=1)[:, None] + eps
-    mixed = mixed / (tl.sum(mixed, axis=0) + eps)[None, :]
-    for _ in range(ITERATIONS - 1):
-        mixed = mixed / (tl.sum(mixed, axis=1) + eps)[:, None]
+    dtype = x.dtype.element_ty
+    part = tl.arange(0, PARTS)
+    is_part = part < parts
+    source = partial + (token * parts + part) * ROWS
+    if tl.program_id(1) == 0:
+        if not IS_DELAYED:
+            squares = tl.sum(tl.load(source + OUTPUTS, mask=is_part, other=0.0))
+            factor = tl.rsqrt(squares / (COPIES * WIDTH) + norm_eps)
+        column = tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        total = tl.zeros([BLOCK], tl.float32)
+        for copy in tl.static_range(COPIES):
+            if IS_DELAYED:
+                share = tl.load(before + token * before_stride + copy)
+            else:
+                share = tl.sum(tl.load(source + copy, mask=is_part, other=0.0)) * factor
+                share = tl.sigmoid(share * tl.load(scale) + tl.load(base + copy)) + eps
+            values = tl.load(stream + (token * COPIES + copy) * WIDTH + column, mask=inside, other=0.0)
+            total += share * values.to(tl.float32)
+        total = total.to(dtype).to(tl.float32)
+        if HAS_NORM:
+            total *= tl.rsqrt(tl.sum(total * total) / WIDTH + eps_of_input)
+            total *= tl.load(weight + column, mask=inside, other=0.0)
+        tl.store(x + token * WIDTH + column, total.to(dtype), mask=inside)
+    else:
+        squares = tl.sum(tl.load(source + OUTPUTS, mask=is_part, other=0.0))
+        factor = tl.rsqrt(squares / (COPIES * WIDTH) + norm_eps)
+        copy = tl.arange(0, COPIES)
+        cell = copy[:, None] * COPIES + copy[None, :]
+        first = tl.load(source[:, None] + copy[None, :], mask=is_part[:, None], other=0.0)
+        after = tl.load(source[:, None] + COPIES + copy[None, :], mask=is_part[:, None], other=0.0)
+        both = tl.load(source[:, None, None] + 2 * COPIES + cell[None, :, :], mask=is_part[:, None, None], other=0.0)
+        first, after, mixed = (
+            tl.sum(first, axis=0) * factor,
+            tl.sum(after, axis=0) * factor,
+            tl.sum(both, axis=0) * factor,
+        )
+        first = tl.sigmoid(first * tl.load(scale) + tl.load(base + copy)) + eps
+        after = 2 * tl.sigmoid(after * tl.load(scale + 1) + tl.load(base + COPIES + copy))
+        mixed = mixed * tl.load(scale + 2) + tl.load(base + 2 * COPIES + cell)
+        mixed = tl.exp(mixed - tl.max(mixed, axis=1)[:, None])
+        mixed = mixed / tl.sum(mixed, axis=1)[:, None] + eps
         mixed = mixed / (tl.sum(mixed, axis=0) + eps)[None, :]
-    tl.store(pre + token * COPIES + copy, before)
-    tl.store(post + token * COPIES + copy, after)
-    tl.store(comb + token * COPIES * COPIES + cell, mixed)
+        for _ in range(ITERATIONS - 1):
+            mixed = mixed / (tl.sum(mixed, axis=1) + eps)[:, None]
+            mixed = mixed / (tl.sum(mixed, axis=0) + eps)[None, :]
+        tl.store(pre + token * COPIES + copy, first)
+        tl.store(post + token * COPIES + copy, after)
+        tl.store(comb + token * COPIES * COPIES + cell, mixed)
 
 
-@triton.jit
-def _collapse_norm_kernel(
-    stream, pre, weight, out, width, eps, COPIES: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Program t: Σ pre_i h_i, rounded; then, with a norm, normed and rounded once more."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    dtype = out.dtype.element_ty
-    total = tl.zeros([BLOCK], tl.float32)
-    for copy in tl.static_range(COPIES):
-        values = tl.load(stream + (token * COPIES + copy) * width + column, mask=inside, other=0.0)
-        total += tl.load(pre + token * COPIES + copy) * values.to(tl.float32)
-    total = total.to(dtype).to(tl.float32)
-    if HAS_NORM:
-        total *= tl.rsqrt(tl.sum(total * total) / width + eps)
-        total *= tl.load(weight + column, mask=inside, other=0.0)
-    tl.store(out + token * width + column, total.to(dtype), mask=inside)
+def _rows_of(fn: Tensor) -> int:
+    """The projection's rows, one for the squares, and what is missing to a size that a tensor core takes."""
+    return max(16, int(triton.next_power_of_2(len(fn) + 1)))
 
 
-@triton.jit
-def _spread_kernel(output, stream, post, comb, out, width, COPIES: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (t, c): columns c of all copies of token t: post_j y + Σ_i comb_ij h_i."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    y = tl.load(output + token * width + column, mask=inside, other=0.0).to(tl.float32)
-    for to in tl.static_range(COPIES):
-        total = tl.load(post + token * COPIES + to) * y
-        for source in tl.static_range(COPIES):
-            values = tl.load(stream + (token * COPIES + source) * width + column, mask=inside, other=0.0)
-            total += tl.load(comb + (token * COPIES + source) * COPIES + to) * values.to(tl.float32)
-        tl.store(out + (token * COPIES + to) * width + column, total.to(out.dtype.element_ty), mask=inside)
+class FusedStreams:
+    """`streams.Streams` of `FUSED_COPIES` copies. What a sublayer gives is an `Output`, or [T, D]."""
+
+    def __init__(self, arithmetic: Arithmetic, eps: float) -> None:
+        self._eps = eps
+
+    def enter(self, tokens: Tensor, embedding: Tensor, connection: HyperConnection) -> Stream:
+        values = torch.empty(
+            (len(tokens), connection.copies, embedding.shape[1]), dtype=embedding.dtype, device=embedding.device
+        )
+        return _advance(Output(tokens), embedding, None, connection.fn, values)
+
+    def sublayer_input(
+        self, stream: Stream, connection: HyperConnection, before: Tensor | None, norm: Tensor
+    ) -> tuple[Tensor, Mixes]:
+        tokens, copies, _ = stream.values.shape
+        device = stream.values.device
+        pre, post = (torch.empty((tokens, copies), dtype=torch.float32, device=device) for _ in range(2))
+        mixes = Mixes(pre, post, torch.empty((tokens, copies, copies), dtype=torch.float32, device=device))
+        return _input(stream, connection, connection.iterations, mixes, before, norm, self._eps), mixes
+
+    def advance(
+        self, output: Output | Tensor, stream: Stream, mixes: Mixes, following: HyperConnection | HyperHead | None
+    ) -> Stream:
+        if isinstance(output, Tensor):
+            output = Output(output.contiguous().unsqueeze(0))
+        fn = None if following is None else following.fn
+        return _advance(output, stream.values, mixes, fn, torch.empty_like(stream.values))
+
+    def leave(self, stream: Stream, head: HyperHead | None, before: Tensor) -> Tensor:
+        return _input(stream, head, 0, None, before if head is None else None, None, 0.0)
 
 
-def mixes(connection: HyperConnection, stream: Tensor) -> Mixes:
-    """As the connection itself: [..., copies, D] -> its mixes, in two launches."""
-    copies, width = stream.shape[-2], stream.shape[-2] * stream.shape[-1]
-    flat = stream.contiguous().view(-1, width)
-    tokens, outputs = len(flat), len(connection.fn)
-    rows = int(triton.next_power_of_2(outputs + 1))
-    partial = torch.empty((tokens, _SPLITS, rows), dtype=torch.float32, device=stream.device)
-    _project_kernel[(tokens, _SPLITS)](
-        flat,
-        connection.fn,
+def _advance(output: Output, stream: Tensor, mixes: Mixes | None, fn: Tensor | None, out: Tensor) -> Stream:
+    """Without `mixes` the stream is an embedding, and the output's sums the ids."""
+    sums, routed = output
+    tokens, _, width = out.shape
+    parts, rows = triton.cdiv(width, _COLUMNS), 16 if fn is None else _rows_of(fn)
+    partial = torch.empty((tokens, parts, rows), dtype=torch.float32, device=out.device)
+    _advance_kernel[(parts, triton.cdiv(tokens, _TOKENS))](
+        sums,
+        partial if routed is None else routed,
+        stream,
+        partial if mixes is None else mixes.post,
+        partial if mixes is None else mixes.comb,
+        partial if fn is None else fn,
+        out,
         partial,
-        width,
-        triton.cdiv(width, _SPLITS),
-        OUTPUTS=outputs,
+        tokens,
+        WIDTH=width,
+        IS_FIRST=mixes is None,
+        SLICES=0 if mixes is None else len(sums),
+        ROUTED_SLICES=0 if routed is None else len(routed),
+        PER_TOKEN=0 if routed is None else routed.shape[1] // tokens,
+        OUTPUTS=0 if fn is None else len(fn),
         ROWS=rows,
-        SPLITS=_SPLITS,
+        TOKENS=_TOKENS,
         COLUMNS=_COLUMNS,
     )
-    leading = stream.shape[:-2]
-    pre, post = (torch.empty((*leading, copies), dtype=torch.float32, device=stream.device) for _ in range(2))
-    comb = torch.empty((*leading, copies, copies), dtype=torch.float32, device=stream.device)
-    _mixes_kernel[(tokens,)](
+    return Stream(out, partial)
+
+
+def _input(
+    stream: Stream,
+    connection: HyperConnection | HyperHead | None,
+    iterations: int,
+    mixes: Mixes | None,
+    before: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    values, partial = stream
+    tokens, copies, width = values.shape
+    x = torch.empty((tokens, width), dtype=values.dtype, device=values.device)
+    _input_kernel[(tokens, 1 if mixes is None else 2)](
+        values,
         partial,
-        connection.base,
-        connection.scale,
-        pre,
-        post,
-        comb,
-        width,
-        connection.norm_eps,
-        connection.eps,
-        COPIES=copies,
-        ITERATIONS=connection.iterations,
-        ROWS=rows,
-        SPLITS=_SPLITS,
-        num_warps=1,
-    )
-    return Mixes(pre, post, comb)
-
-
-def collapse(stream: Tensor, pre: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
-    """Σ_i pre_i h_i of [..., copies, D] rounded to `dtype`; with `weight` float32 [D] its norm, rounded once more: [..., D]."""
-    copies, width = stream.shape[-2:]
-    flat = stream.contiguous()
-    out = torch.empty((*stream.shape[:-2], width), dtype=dtype, device=stream.device)
-    _collapse_norm_kernel[(out.numel() // width,)](
-        flat,
-        pre.contiguous(),
-        pre if weight is None else weight,
-        out,
-        width,
+        partial if connection is None else connection.base,
+        partial if connection is None else connection.scale,
+        partial if before is None else before,
+        partial if weight is None else weight,
+        x,
+        *((partial, partial, partial) if mixes is None else mixes),
+        0 if before is None or len(before) == 1 else copies,
+        partial.shape[1],
+        0.0 if connection is None else connection.norm_eps,
+        0.0 if connection is None else connection.eps,
         eps,
+        WIDTH=width,
         COPIES=copies,
+        OUTPUTS=0 if connection is None else len(connection.fn),
+        ROWS=partial.shape[2],
+        PARTS=int(triton.next_power_of_2(partial.shape[1])),
+        ITERATIONS=iterations,
+        IS_DELAYED=before is not None,
         HAS_NORM=weight is not None,
         BLOCK=int(triton.next_power_of_2(width)),
-        num_warps=8,
     )
-    return out
-
-
-def spread(output: Tensor, stream: Tensor, mixed: Mixes, dtype: torch.dtype) -> Tensor:
-    """post_j y + Σ_i comb_ij h_i of [..., D] and [..., copies, D], rounded to `dtype`: [..., copies, D]."""
-    copies, width = stream.shape[-2:]
-    out = torch.empty(stream.shape, dtype=dtype, device=stream.device)
-    block = 1024
-    _spread_kernel[(out.numel() // (copies * width), triton.cdiv(width, block))](
-        output.contiguous(),
-        stream.contiguous(),
-        mixed.post,
-        mixed.comb,
-        out,
-        width,
-        COPIES=copies,
-        BLOCK=block,
-    )
-    return out
+    return x

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from farspark.worker.checkpoint import EMBEDDING, LM_HEAD, Gemma4DSparkConfig
@@ -19,7 +18,6 @@ from farspark.worker.models.dense import (
     KeysValues,
     head_projections,
     inverse_frequencies,
-    rotation,
     take_confidence,
     take_layer,
     take_markov,
@@ -89,15 +87,15 @@ class Gemma4DSpark:
         combined = arithmetic.linear(rows, self._fc)
         combined = arithmetic.rms_norm(combined, self._hidden_norm, config.rms_norm_eps)
         projected = arithmetic.with_normed_values(self._keys_values.of_context(combined), config.rms_norm_eps)
-        cos, sin = self._rotation(positions)
+        cos, sin = arithmetic.rotation(positions, self._frequencies)
         return arithmetic.norm_rotate_keys(projected, self._key_norms, config.rms_norm_eps, cos, sin, is_neox=True)
 
     def block(self, tokens: Tensor, positions: Tensor, context: BlockContext) -> Tensor:
         config, arithmetic = self._config, self.arithmetic
         eps, round_ = config.rms_norm_eps, arithmetic.round
-        cos, sin = self._rotation(positions)
-        hidden = round_(F.embedding(tokens, self._embedding) * self._embedding_scale)
-        normed = arithmetic.rms_norm(hidden, self._layers[0].input_norm, eps)
+        cos, sin = arithmetic.rotation(positions, self._frequencies)
+        first_norm = self._layers[0].input_norm
+        normed, hidden = arithmetic.embed_norm(tokens, self._embedding, first_norm, eps, self._embedding_scale)
         next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
         for index, (layer, closing, next_norm) in enumerate(zip(self._layers, self._closings, next_norms, strict=True)):
             query, entries = arithmetic.project_heads(normed, self._heads[index], eps, cos, sin, is_neox=True)
@@ -115,6 +113,3 @@ class Gemma4DSpark:
         logits = self.arithmetic.vocabulary_linear(hidden, self._lm_head)
         cap = self._config.soft_cap
         return soft_capped(logits, cap, self.arithmetic) if cap else logits
-
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rotation(positions, self._frequencies, self.arithmetic.dtype)

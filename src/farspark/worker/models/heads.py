@@ -32,10 +32,10 @@ class MarkovHead(Protocol):
         """int64 [...], the target's ids -> [..., r]: also what the confidence reads."""
         ...
 
-    def start(self, embedded: Tensor, ignored: Tensor) -> Tensor | None:
+    def start(self, anchors: Tensor, ignored: Tensor) -> Tensor | None:
         """The state in front of the first position that predicts, [B, r]; None for a head without one.
 
-        `embedded` [B, r] is the anchor's, `ignored` [B, S, hidden] what the block gave for the S positions before.
+        `anchors` int64 [B] are tokens, `ignored` [B, S, hidden] what the block gave for the S positions before.
         """
         ...
 
@@ -62,7 +62,7 @@ class VanillaMarkov:
     def embed(self, previous: Tensor) -> Tensor:
         return F.embedding(previous, self.w1)
 
-    def start(self, embedded: Tensor, ignored: Tensor) -> Tensor | None:
+    def start(self, anchors: Tensor, ignored: Tensor) -> Tensor | None:
         return None
 
     def step(
@@ -105,7 +105,7 @@ class GatedMarkov(_OverPlain):
     `plain` embeds and projects.
     """
 
-    def start(self, embedded: Tensor, ignored: Tensor) -> Tensor | None:
+    def start(self, anchors: Tensor, ignored: Tensor) -> Tensor | None:
         return None
 
     def step(
@@ -124,9 +124,10 @@ class RecurrentMarkov(_OverPlain):
     `bias` [3r]; `plain` embeds and projects.
     """
 
-    def start(self, embedded: Tensor, ignored: Tensor) -> Tensor | None:
+    def start(self, anchors: Tensor, ignored: Tensor) -> Tensor | None:
         # Training runs the state through the whole block, so through the positions too that predict nothing; the token in
         # front of them is the anchor.
+        embedded = self.embed(anchors)
         state = torch.zeros_like(embedded)
         for hidden in ignored.unbind(dim=1):
             state, _ = self._advance(hidden, embedded, state)
@@ -161,17 +162,17 @@ class ConfidenceHead:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, with_markov: bool) -> None:
-        self._weight = weight.float()
-        self._bias = None if bias is None else bias.float()
-        self._with_markov = with_markov
+        self.weight = weight.float()
+        self.bias = None if bias is None else bias.float()
+        self.with_markov = with_markov
 
     def __call__(self, hidden: Tensor, previous_embedded: Tensor | None) -> Tensor:
         """[..., hidden], [..., r] (None without a Markov head) -> float32 [...]"""
         features = hidden.float()
-        if self._with_markov:
+        if self.with_markov:
             assert previous_embedded is not None
             features = torch.cat((features, previous_embedded.float()), dim=-1)
-        return torch.sigmoid(F.linear(features, self._weight, self._bias)).squeeze(-1)
+        return torch.sigmoid(F.linear(features, self.weight, self.bias)).squeeze(-1)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -250,7 +250,14 @@ def _product_kernel(
 
 @triton.jit
 def _activation_kernel(
-    sums, weights, inner, pairs, limit, SLICES: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr
+    sums,
+    weights,
+    inner,
+    pairs,
+    limit,
+    SLICES: tl.constexpr,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Program (p, c): columns c of pair p: weight · swiglu of the two products, whose slices `sums` has."""
     pair = tl.program_id(0).to(tl.int64)
@@ -369,26 +376,37 @@ class PackedExperts:
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """As `Experts`: [T, D] -> float32 [T, D]."""
-        x = quantised_input(x, self._group).contiguous()
+        sums = self.sums(x, routing)
         tokens, width = x.shape
-        experts, weights = routing.experts.contiguous(), routing.weights.contiguous()
-        pairs = experts.numel()
-        inner_width = self._gate_up.outputs
-        sums = self._gate_up.times(x, experts)
-        inner = torch.empty((pairs, inner_width), dtype=x.dtype, device=x.device)
-        _activation_kernel[(pairs, triton.cdiv(inner_width, _COLUMNS))](
-            sums, weights, inner, pairs, self._limit, SLICES=len(sums), INNER=inner_width, COLUMNS=_COLUMNS
-        )
-        sums = self._down.times(quantised_input(inner, self._group), experts)
         out = torch.empty((tokens, width), dtype=torch.float32, device=x.device)
         _sum_kernel[(tokens, triton.cdiv(width, _COLUMNS))](
             sums,
             out,
-            pairs,
-            PER_TOKEN=pairs // tokens,
+            sums.shape[1],
+            PER_TOKEN=sums.shape[1] // tokens,
             SLICES=len(sums),
             WIDTH=width,
             COLUMNS=_COLUMNS,
             DTYPE=self._dtype,
         )
         return out
+
+    def sums(self, x: Tensor, routing: Routing) -> Tensor:
+        """Every token's experts, weighted, in slices that are not added up yet: [T, D] -> float32 [slices, T * k, D]."""
+        x = quantised_input(x, self._group).contiguous()
+        experts, weights = routing.experts.contiguous(), routing.weights.contiguous()
+        pairs = experts.numel()
+        inner_width = self._gate_up.outputs
+        sums = self._gate_up.times(x, experts)
+        inner = torch.empty((pairs, inner_width), dtype=x.dtype, device=x.device)
+        _activation_kernel[(pairs, triton.cdiv(inner_width, _COLUMNS))](
+            sums,
+            weights,
+            inner,
+            pairs,
+            self._limit,
+            SLICES=len(sums),
+            INNER=inner_width,
+            COLUMNS=_COLUMNS,
+        )
+        return self._down.times(quantised_input(inner, self._group), experts).squeeze(2)

@@ -8,7 +8,6 @@ rejected drafts leave nothing behind.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from farspark.worker.checkpoint import EMBEDDING, LM_HEAD, Qwen3DSparkConfig
@@ -17,7 +16,6 @@ from farspark.worker.models.dense import (
     KeysValues,
     head_projections,
     inverse_frequencies,
-    rotation,
     seen,
     take_confidence,
     take_layer,
@@ -70,7 +68,7 @@ class Qwen3DSpark:
         combined = arithmetic.linear(rows, self._fc)
         combined = arithmetic.rms_norm(combined, self._hidden_norm, config.rms_norm_eps)
         projected = self._keys_values.of_context(combined)
-        cos, sin = self._rotation(positions)
+        cos, sin = arithmetic.rotation(positions, self._frequencies)
         return arithmetic.norm_rotate_keys(
             projected, self._key_norms, config.rms_norm_eps, cos, sin, is_neox=config.rope_is_neox
         )
@@ -79,10 +77,9 @@ class Qwen3DSpark:
         config, arithmetic = self._config, self.arithmetic
         eps, is_neox = config.rms_norm_eps, config.rope_is_neox
         scale = config.head_dim**-0.5
-        cos, sin = self._rotation(positions)
+        cos, sin = arithmetic.rotation(positions, self._frequencies)
         masks = self._seen(tokens.shape[1], context)
-        residual = F.embedding(tokens, self._embedding)
-        normed = arithmetic.rms_norm(residual, self._layers[0].input_norm, eps)
+        normed, residual = arithmetic.embed_norm(tokens, self._embedding, self._layers[0].input_norm, eps)
         # Each layer ends in the norm that comes next: adding and norming are one step for vLLM, and rounded as one.
         next_norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
@@ -99,9 +96,6 @@ class Qwen3DSpark:
         logits = self.arithmetic.vocabulary_linear(hidden, self._lm_head)
         scale = self._config.logit_scale
         return logits if scale == 1.0 else self.arithmetic.round(logits * scale)
-
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rotation(positions, self._frequencies, self.arithmetic.dtype)
 
     def _seen(self, block: int, context: BlockContext) -> list[Tensor | None]:
         """Of every layer, see `dense.seen`."""
