@@ -2,7 +2,8 @@
 
 For each drafter and number of requests: `floor` is the bytes that a draft reads once, over the bandwidth that the same run
 measures; `draft` is the device's own time of one replay; `parts` are the replays of its parts alone; `whole` is what a STEP
-costs the worker, from rows in host memory to drafts in host memory. `plain` is the same draft without fused kernels and
+costs the worker, from rows in host memory to drafts in host memory, and `waits` how often the host waits for the device in it:
+once, for the drafts. `plain` is the same draft without fused kernels and
 without graphs. The floor of routed experts is that of packed ones, also where `--experts decoded` holds them in bf16. Run on
 a GPU machine from the root of the repository: `python3 bench/gpu_draft.py [--only NAME] [--json FILE]`.
 """
@@ -16,9 +17,11 @@ import platform
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -36,6 +39,8 @@ from farspark.worker.device import DeviceWork, open_device, work_on  # noqa: E40
 from farspark.worker.drafter import DSparkDrafter, assemble, fitting  # noqa: E402
 from farspark.worker.graphs import DirectCalls  # noqa: E402
 from farspark.worker.models.base import Arithmetic  # noqa: E402
+from farspark.worker.models.experts import Routing  # noqa: E402
+from farspark.worker.models.packed_experts import PackedExperts  # noqa: E402
 
 CONTEXT = 4096
 SLOTS = 8
@@ -174,7 +179,8 @@ def random_tensor(name: str, shape: tuple[int, ...], stored: frozenset[str], dev
         return torch.randint(low, high, shape, dtype=torch.uint8, device=device)
 
     if "F8_E4M3" in stored:
-        return codes(0, 0x68).view(torch.float8_e4m3fn)
+        # Of both signs: weights of one would turn all tokens into nearly the same, and send them to the same experts.
+        return (codes(0, 0x68) | codes(0, 2) << 7).view(torch.float8_e4m3fn)
     if "F8_E8M0" in stored:
         return codes(115, 117).view(torch.float8_e8m0fnu)
     if "I8" in stored:
@@ -186,9 +192,9 @@ def random_tensor(name: str, shape: tuple[int, ...], stored: frozenset[str], dev
     return one.float() if is_float32 else one
 
 
-def bytes_read(config: DrafterConfig, requests: int, visible: int) -> int:
+def bytes_read(config: DrafterConfig, requests: int, visible: int, experts: float = 0.0) -> int:
     """Of one draft without its append: every weight of the block and the head once, as held; the Markov projection once a
-    position; what the requests' tokens are expected to need of the experts; the context of every request."""
+    position; `experts` of a stage, or as many as the requests' tokens are expected to choose; the context of every request."""
     total, per_expert = 0.0, 0
     for name, shape in config.tensor_shapes().items():
         values = int(np.prod(shape))
@@ -203,8 +209,8 @@ def bytes_read(config: DrafterConfig, requests: int, visible: int) -> int:
             total += size * config.max_drafts if is_projection else size
     if isinstance(config, DeepseekV4Config):
         tokens = requests * config.block_size
-        used = config.experts * (1 - (1 - config.experts_per_token / config.experts) ** tokens)
-        total += used * per_expert
+        expected = config.experts * (1 - (1 - config.experts_per_token / config.experts) ** tokens)
+        total += (experts or expected) * per_expert
         return int(total + requests * min(visible, config.window) * config.stages * config.head_dim * 2)
     return int(total + requests * visible * config.context_layers * int(np.prod(config.context_entry)) * 2)
 
@@ -278,7 +284,7 @@ def host_numbers(steps: Steps) -> torch.Tensor:
 def measure(drafter: DSparkDrafter, requests: int, visible: int) -> dict[str, float]:
     """Microseconds of the whole and of its parts, each as one replay."""
     steps = Steps(drafter, requests, visible)
-    found = {"whole_us": steps.wall_us(30)}
+    found = {"whole_us": steps.wall_us(30), "host_waits": host_waits(drafter, steps.batch())}
     bound = fitting(drafter._shapes.contexts, min(drafter.info.context, visible + ROWS_EACH))
     device, model = drafter._device, drafter._model
     numbers = host_numbers(steps).to(device)
@@ -288,26 +294,56 @@ def measure(drafter: DSparkDrafter, requests: int, visible: int) -> dict[str, fl
     where = torch.full((2, count), drafter._store.scratch_row, dtype=torch.int64, device=device)
     forward = functools.partial(drafter._forward, numbers, bound, drafter._shapes.steps[-1], False)
     block = forward()[1]
-    view = drafter._store.view(numbers[0], numbers[1], numbers[2], bound, len(drafter._block))
-    tokens = torch.full((requests, len(drafter._block)), 5, dtype=torch.int64, device=device)
-    positions = numbers[1].unsqueeze(1) + drafter._block
+    slots, anchors, lowest, anchor_tokens = numbers
+    inputs = drafter._block_of(slots, anchors, lowest, anchor_tokens, bound)
     parts: dict[str, Callable[[], object]] = {
         "draft_us": forward,
         "append_us": lambda: drafter._write(taps, where),
-        "block_us": lambda: model.block(tokens, positions, view),
+        "block_us": lambda: model.block(*inputs),
         "head_us": lambda: model.base_logits(block.hidden),
-        "chain_us": lambda: chain_of(drafter, block, numbers[3]),
+        "chain_us": lambda: chain_of(drafter, block),
     }
+    found["experts_read"] = experts_read(parts["block_us"])
     for name, work in parts.items():
         replay = captured(work)
         found[name] = statistics.median(timed(replay, 20))
     return found
 
 
-def chain_of(drafter: DSparkDrafter, block: Any, anchors: torch.Tensor) -> object:
+def host_waits(drafter: DSparkDrafter, batch: DraftBatch) -> int:
+    """How often the host waits for the device in a step whose shapes were met before, from rows in to ids out."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            drafter.draft(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing" in str(warning.message) for warning in caught)
+
+
+def chain_of(drafter: DSparkDrafter, block: Any) -> object:
     """The sequential stage, at once where there is a kernel for the head."""
     model = drafter._model
-    return model.arithmetic.greedy_chain(block.base, anchors, model.markov) or list(drafter._walk(block, sampling=None))
+    answer = model.arithmetic.greedy_answer(
+        block.base, block.hidden, block.anchor_tokens, model.markov, model.confidence
+    )
+    return list(drafter._walk(block)) if answer is None else answer
+
+
+def judging_us(drafter: DSparkDrafter, requests: int, visible: int) -> tuple[float, float]:
+    """Microseconds of a step that keeps its logits, and of judging a chain of each of its requests after it, on the worker."""
+    batch = Steps(drafter, requests, visible).batch()._replace(want_margins=True)
+    drafting, judging = [], []
+    for _ in range(13):
+        start = time.perf_counter_ns()
+        result = drafter.draft(batch)
+        drafted = time.perf_counter_ns()
+        assert result.judge is not None
+        result.judge(range(requests), result.tokens)
+        drafting.append((drafted - start) / 1000)
+        judging.append((time.perf_counter_ns() - drafted) / 1000)
+    return statistics.median(drafting[3:]), statistics.median(judging[3:])
 
 
 def profile(drafter: DSparkDrafter, requests: int, visible: int) -> None:
@@ -338,7 +374,37 @@ def captured(work: Callable[[], object]) -> Callable[[], object]:
 
 
 def worker_of(config: DrafterConfig, device: torch.device, work: DeviceWork) -> DSparkDrafter:
-    return assemble(random_checkpoint(config, device), device, work, SLOTS, CONTEXT)
+    drafter = assemble(random_checkpoint(config, device), device, work, SLOTS, CONTEXT)
+    if isinstance(config, DeepseekV4Config):
+        with_tokens_apart(drafter, config)
+    return drafter
+
+
+def with_tokens_apart(drafter: DSparkDrafter, config: DeepseekV4Config) -> None:
+    """Random tokens where a block has masks: with random weights all masks would choose the same experts, and a draft would read
+    far fewer of them than `bytes_read` counts."""
+    block_of = drafter._block_of
+    others = torch.randint(0, config.vocab_size, (SLOTS, config.block_size), device=drafter._device)
+
+    def apart(*arguments: Any) -> Any:
+        tokens, positions, view = block_of(*arguments)
+        return others[: len(tokens)], positions, view
+
+    drafter._block_of = apart  # type: ignore[method-assign, assignment]
+
+
+def experts_read(work: Callable[[], object]) -> float:
+    """Different experts that a block chooses, a stage; 0 where there are none that stay packed."""
+    found: list[int] = []
+    sums = PackedExperts.sums
+
+    def noted(experts: PackedExperts, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        found.append(len(set(routing.experts.flatten().tolist())))
+        return sums(experts, x, routing)
+
+    with mock.patch.object(PackedExperts, "sums", noted):
+        work()
+    return statistics.mean(found) if found else 0.0
 
 
 def with_decoded_experts(work: DeviceWork) -> DeviceWork:
@@ -363,7 +429,7 @@ def report(name: str, device: torch.device, rate: float, arguments: argparse.Nam
             for requests in (1, 2, 4, 8):
                 with torch.inference_mode():
                     found = measure(drafter, requests, visible)
-                size = bytes_read(config, requests, visible + ROWS_EACH)
+                size = bytes_read(config, requests, visible + ROWS_EACH, found["experts_read"])
                 floor = size / rate * 1e6
                 parts = found["block_us"] + found["head_us"] + found["chain_us"]
                 line = {
@@ -384,7 +450,7 @@ def report(name: str, device: torch.device, rate: float, arguments: argparse.Nam
                     f"{name} {requests} requests, {visible} visible: floor {floor:.0f}, draft {found['draft_us']:.0f} "
                     f"({line['draft/floor']:.2f} floors; {line['draft/parts']:.2f} of block {found['block_us']:.0f} + "
                     f"head {found['head_us']:.0f} + chain {found['chain_us']:.0f}), append {found['append_us']:.0f}, whole "
-                    f"step {found['whole_us']:.0f} us",
+                    f"step {found['whole_us']:.0f} us, {found['experts_read']:.1f} experts a stage",
                     flush=True,
                 )
         print(f"{name}: {memory / 2**30:.2f} GiB allocated, warm-up {warm_up_s:.1f} s", flush=True)
@@ -392,6 +458,12 @@ def report(name: str, device: torch.device, rate: float, arguments: argparse.Nam
             with torch.inference_mode():
                 for requests in (1, 4):
                     profile(drafter, requests, 500)
+        if arguments.judge:
+            for requests in (1, 4, 8):
+                kept, judged = judging_us(drafter, requests, 500)
+                print(
+                    f"{name} {requests} requests: step {kept:.0f} us with margins, judging {judged:.0f} us", flush=True
+                )
         del drafter
         torch.cuda.empty_cache()
     if arguments.plain:
@@ -412,15 +484,16 @@ def table(lines: list[dict[str, Any]]) -> str:
     """Markdown: microseconds, bytes in MB, memory in GiB."""
     rows = [
         "| drafter | experts | visible | requests | MB | floor | draft | draft / floor | draft / its parts | append | step | "
-        "plain step | memory |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "waits | plain step | memory |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for line in lines:
         plain = f"{line['plain_whole_us']:,.0f}" if "plain_whole_us" in line else ""
+        memory = f"{line['memory_bytes'] / 2**30:.2f}"
         rows.append(
             f"| {line['drafter']} | {line['experts']} | {line['visible']} | {line['requests']} | {line['bytes'] / 1e6:,.0f} | "
             f"{line['floor_us']:,.0f} | {line['draft_us']:,.0f} | {line['draft/floor']:.2f} | {line['draft/parts']:.2f} | "
-            f"{line['append_us']:,.0f} | {line['whole_us']:,.0f} | {plain} | {line['memory_bytes'] / 2**30:.2f} |"
+            f"{line['append_us']:,.0f} | {line['whole_us']:,.0f} | {line['host_waits']} | {plain} | {memory} |"
         )
     return "\n".join(rows)
 
@@ -437,6 +510,11 @@ def main() -> int:
     )
     parser.add_argument("--no-plain", dest="plain", action="store_false", help="without the plain draft")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a draft for 1 and 4 requests")
+    parser.add_argument(
+        "--judge",
+        action="store_true",
+        help="also print what a step takes that keeps its logits, and judging its chains",
+    )
     parser.add_argument("--json", type=Path, help="write the report here too")
     arguments = parser.parse_args()
     device = open_device("cuda")
