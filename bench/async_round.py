@@ -4,7 +4,7 @@ Run on a machine with a GPU, from the root of the repository: `PYTHONPATH=src py
 is a stretch of device time in place of the target, then the real gather, hand-off, proxy, client and a worker in a process of its
 own that drafts nothing. Everything is measured in one run, by events on the stream:
 
-  copies      the gather, its copies to the host and a copy of a result's size back, with no hand-off between them
+  copies      the gather onto the host as synchronous rounds have it, and a copy of a result's size back: no hand-off between them
   null proxy  the same with the hand-off, released by a Python thread that only waits and publishes: the floor for Python
   thread, process   real asynchronous rounds; "beyond" is their stream time less the client's round trip
   sync        real synchronous rounds: the host waits, the stream idles
@@ -13,7 +13,6 @@ own that drafts nothing. Everything is measured in one run, by events on the str
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import pickle
@@ -141,10 +140,10 @@ class Rig:
         self._events = [[event(enable_timing=True) for _ in range(2)] for _ in range(4096)]
 
     def make_stream(self, region: Any, page: Any) -> Any:
+        from farspark.engine.gather.streams import current_stream
         from farspark.engine.handoff.stream import CudaStream
 
-        torch = self.torch
-        return CudaStream(region, page, functools.partial(torch._C._cuda_getCurrentRawStream, 0))
+        return CudaStream(region, page, current_stream(self.torch.device("cuda")))
 
     def measure(self, rounds: int, one_round: Callable[[], None], in_flight: int = 3) -> dict[str, Any]:
         """`one_round` enqueues a round, or does it. Percentiles of its time on the stream, and the time of a step."""
@@ -174,10 +173,7 @@ class Rig:
         return {"stream_us": percentiles(times), "host_us": percentiles(host[WARM_UP:]), "step_us": round(step_us, 1)}
 
     def copies(self) -> None:
-        self.gather.pack(self.step)
-        n = self.requests
-        self.gather._meta_host[:n].copy_(self.gather._meta[:n], non_blocking=True)
-        self.gather._staging_host[: self.rows].copy_(self.gather._staging[: self.rows], non_blocking=True)
+        self.gather._bring(self.step)
         self.result.copy_(self.host_result, non_blocking=True)
 
     def submission(self) -> Any:
@@ -229,6 +225,7 @@ class Rig:
         finally:
             handoff.close()
         counters = handoff.side.counters()
+        found["mechanism"] = handoff.stream.mechanism
         latency = stats.snapshot()["latency"] | handoff.side.latency()
         found["rank0_submit_us"] = latency["rank0_submit_us"]
         found["rtt_us"], found["worker_us"] = latency["rtt_us"], latency["worker_us"]
@@ -275,11 +272,14 @@ class Rig:
         def one_round() -> None:
             nonlocal number
             number += 1
-            launch = self.gather.prepare(self.step)
+            rows, meta = region.rows_address, region.meta_address(number)
+            offset = stream.device_offset
+            copies: list[int] = []
+            launch = self.gather.prepare(self.step, rows + offset, meta + offset)
             if not launch:
                 self.gather.pack(self.step)
-            copies = [region.meta_address(number), self.buffers.meta, 16 * self.requests]
-            copies += (region.rows_address, self.buffers.rows, self.rows * self.info.row_bytes)
+                copies += (meta, self.buffers.meta, 16 * self.requests)
+                copies += (rows, self.buffers.rows, self.rows * self.info.row_bytes)
             stream.submit(number, copies, self.buffers.result, launch)
 
         try:

@@ -3,8 +3,9 @@
     python bench/gather.py [--rows 24] [--json]
 
 Device time is that of many repetitions in one CUDA graph; host time that of enqueueing them one by one. The fused form both ways:
-launched by Triton, and by the driver directly. A decode step of `--requests` requests; a row is taps x hidden size bf16 values,
-written twice, since the ring keeps it too.
+launched by Triton, and by the driver directly. Then the same onto the host, one behind the other on a stream: written there by
+the kernel, and packed on the device and copied. A decode step of `--requests` requests; a row is taps x hidden size bf16 values,
+written twice, as the ring keeps it.
 """
 
 from __future__ import annotations
@@ -86,10 +87,26 @@ def measure(work: Callable[[], Any], repetitions: int) -> dict[str, float]:
     return {"device_us": round(min(device_us), 2), "host_us": round(min(host_us), 2)}
 
 
+def measure_enqueued(work: Callable[[], Any]) -> float:
+    """Microseconds that one of some takes on the stream, one behind the other; the best of five blocks."""
+    found: list[float] = []
+    for _ in range(6):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
+        began.record()
+        for _ in range(_ENQUEUED):
+            work()
+        ended.record()
+        torch.cuda.synchronize()
+        found.append(began.elapsed_time(ended) * 1e3 / _ENQUEUED)
+    return round(min(found[1:]), 2)
+
+
 def prepare_us(gather: TorchGather, step: StepTensors, repetitions: int) -> float:
+    rows, meta = gather.rows_address, gather.meta_address
     started = time.perf_counter()
     for _ in range(repetitions):
-        gather.prepare(step)
+        gather.prepare(step, rows, meta)
     return round((time.perf_counter() - started) * 1e6 / repetitions, 2)
 
 
@@ -138,6 +155,11 @@ def main() -> int:
         found[name] = measure(functools.partial(form.pack, step), options.repetitions)
     # What an asynchronous round does of it itself: the launch is part of the round's one call.
     found["fused_direct"]["prepare_us"] = prepare_us(forms["fused_direct"], step, options.repetitions)
+    direct = forms["fused_direct"]
+    found["onto_the_host"] = {
+        "written_us": measure_enqueued(functools.partial(direct._bring, step)),
+        "copied_us": measure_enqueued(functools.partial(TorchGather._bring, direct, step)),
+    }
     found["launched"] = forms["fused_direct"].how_launched
     for name in forms:
         found[f"{name}_over_copy"] = round(found[name]["device_us"] / found["one_copy"]["device_us"], 2)

@@ -7,6 +7,8 @@ only where a proxy lost its books.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import random
 import struct
 import time
@@ -31,7 +33,7 @@ from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
 from farspark.engine.round import Phase
 from farspark.engine.shape import ModelShape
 from farspark.engine.talker import TalkerSpec
-from farspark.native import HostPage
+from farspark.native import HostPage, Launch
 from farspark.stats import Stats
 from farspark.transport import parse_endpoints
 from farspark.worker.batch import DrafterInfo
@@ -170,10 +172,30 @@ class HostCopy:
         return self.array
 
 
+class _Pack:
+    """A step's gather: into the device's buffers, or by a launch that writes into the region itself."""
+
+    def __init__(self, device: HostDevice, rows: Sequence[Row]) -> None:
+        self._device = device
+        self._rows = rows
+
+    def __call__(self) -> None:
+        self._device.gather(self._rows, *self._device.staging)
+
+    def prepare(self, rows: int, meta: int) -> int:
+        return self._device.prepare(functools.partial(self._device.gather, self._rows, rows, meta))
+
+
 class HostDevice:
     """Memory of the host's in place of a device's; everything happens on the stream's thread."""
 
-    def __init__(self, info: DrafterInfo) -> None:
+    def __init__(self, info: DrafterInfo, *, is_plain: bool = False) -> None:
+        """`is_plain`: nothing is launched, and the stream has neither batches nor kernels. Else every fourth gather is copied all
+        the same, as a step of another kind is."""
+        self._is_plain = is_plain
+        self._stream: HostStream | None = None
+        self._launch = Launch(0, 1, 0, 1)
+        self._launches = 0
         self._info = info
         self._context, size = info.context, info.row_bytes
         self.max_rows = info.slots * info.context
@@ -186,22 +208,38 @@ class HostDevice:
         )
 
     def make_stream(self, region: Region, page: HostPage) -> Stream:
-        return HostStream(page)
+        self._stream = HostStream(page, is_plain=self._is_plain)
+        return self._stream
+
+    @property
+    def staging(self) -> tuple[int, int]:
+        return self.buffers.rows, self.buffers.meta
 
     def pack(self, rows: Sequence[Row]) -> Callable[[], None]:
+        return _Pack(self, rows)
+
+    def prepare(self, work: Callable[[], object]) -> int:
+        self._launches += 1
+        if self._is_plain or self._launches % 4 == 0:
+            return 0
+        assert self._stream is not None
+        self._launch = Launch(self._launches + 0xF00D, 1, 0, 1)
+        self._stream.kernels[self._launch.function] = work
+        return self._launch.address
+
+    def gather(self, rows: Sequence[Row], rows_to: int, meta_to: int) -> None:
+        """What a device does."""
+        size = self._info.row_bytes
         meta = np.array([(row.start, row.valid, row.token, row.sampled) for row in rows], dtype=np.int32)
         packed: list[tuple[int, bytes]] = []  # place in the ring, bytes
         for row in rows:
             for position in range(max(row.start, row.end - self._context), row.end):
                 place = row.request.slot * self._context + position % self._context
-                packed.append((place, row_of(row.request.number, position, self._info.row_bytes)))
-
-        def run() -> None:
-            self._meta[: len(meta)] = meta
-            for at, (place, data) in enumerate(packed):
-                self._rows[at] = self._ring[place] = np.frombuffer(data, dtype=np.uint8)
-
-        return run
+                packed.append((place, row_of(row.request.number, position, size)))
+        ctypes.memmove(meta_to, meta.ctypes.data, meta.nbytes)
+        for at, (place, data) in enumerate(packed):
+            self._ring[place] = np.frombuffer(data, dtype=np.uint8)
+            ctypes.memmove(rows_to + at * size, data, size)
 
     def clear_result(self) -> None:
         self._result[:] = 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import ctypes
-import functools
 import json
 import logging
 import os
@@ -47,6 +46,7 @@ from tests.fakes.async_world import (  # noqa: E402
 from farspark.engine.config import AsyncProxy, AsyncSettings, FusedGather  # noqa: E402
 from farspark.engine.gather.forms import make_gather  # noqa: E402
 from farspark.engine.gather.layout import GatherShape  # noqa: E402
+from farspark.engine.gather.streams import current_stream  # noqa: E402
 from farspark.engine.gather.torch_gather import StepTensors, TorchGather  # noqa: E402
 from farspark.engine.handoff.handoff import DeviceBuffers  # noqa: E402
 from farspark.engine.handoff.process import ProxyProcess  # noqa: E402
@@ -99,8 +99,8 @@ class _Pack:
         self._gather = gather
         self._enqueue_inputs = enqueue_inputs
 
-    def prepare(self) -> int:
-        return self._gather.prepare(self._enqueue_inputs())
+    def prepare(self, rows: int, meta: int) -> int:
+        return self._gather.prepare(self._enqueue_inputs(), rows, meta)
 
     def __call__(self) -> None:
         self._gather.pack(self._enqueue_inputs())
@@ -135,8 +135,7 @@ class GpuDevice:
         torch.cuda.synchronize()
 
     def make_stream(self, region: Region, page: HostPage) -> Stream:
-        current = functools.partial(torch._C._cuda_getCurrentRawStream, torch.cuda.current_device())
-        return CudaStream(region, page, current)
+        return CudaStream(region, page, current_stream(torch.device("cuda")))
 
     def pack(self, rows: Sequence[Row]) -> Callable[[], None]:
         self._turn = (self._turn + 1) % SETS

@@ -788,6 +788,7 @@ static struct {
 } fake;
 
 static void *const FAKE_STREAM = &fake;
+static void *const TAKE_REPLY = &fake.calls; /* a kernel's handle */
 
 static int play(hostflag_call call, uint64_t to, uint64_t from, uint64_t bytes, const void *stream) {
     CHECK(stream == FAKE_STREAM);
@@ -799,6 +800,20 @@ static int play(hostflag_call call, uint64_t to, uint64_t from, uint64_t bytes, 
 static int play_launch(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                        unsigned block_z, unsigned shared_bytes, void *stream, void **parameters, void **extra) {
     CHECK(extra == NULL);
+    if (function == TAKE_REPLY) {
+        page_memory *memory = fake.page->memory;
+        uint32_t round = *(uint32_t *)parameters[4];
+        int result = play(HOSTFLAG_CALL_TAKE_REPLY, *(uint64_t *)parameters[1], *(uint64_t *)parameters[0],
+                          *(uint32_t *)parameters[2], stream);
+
+        CHECK(grid_x == 1 && grid_y == 1 && grid_z == 1 && block_y == 1 && block_z == 1 && shared_bytes == 0);
+        CHECK_IS(block_x, HOSTFLAG_TAKE_REPLY_THREADS);
+        CHECK_IS(*(uint64_t *)parameters[3], (uintptr_t)&memory->consumed);
+        CHECK_IS(round, fake.waits_for);
+        if (result == 0)
+            CHECK_IS(hostflag_consume(fake.page, round), HOSTFLAG_OK);
+        return result;
+    }
     CHECK_IS(grid_x * 1000000 + grid_y * 10000 + grid_z * 1000 + block_y * 10 + block_z, 24 * 1000000 + 3 * 10000 + 1011);
     return play(HOSTFLAG_CALL_LAUNCH, (uint64_t)(uintptr_t)function, (uint64_t)(uintptr_t)parameters[1],
                 (uint64_t)block_x << 32 | shared_bytes, stream);
@@ -818,6 +833,7 @@ static int play_write(void *stream, uint64_t address, uint32_t value, unsigned f
     int result = play(is_gathered ? HOSTFLAG_CALL_WRITE_GATHERED : HOSTFLAG_CALL_WRITE_CONSUMED, address, value, flags, stream);
 
     CHECK(is_gathered || address == (uintptr_t)&fake.page->memory->consumed);
+    CHECK(!is_gathered || !fake.is_parked);
     if (result == 0)
         CHECK_IS(is_gathered ? hostflag_gather(fake.page, value) : hostflag_consume(fake.page, value), HOSTFLAG_OK);
     return result;
@@ -832,7 +848,28 @@ static int play_wait(void *stream, uint64_t address, uint32_t value, unsigned fl
     return result;
 }
 
-static void check_calls(const hostflag_round *round) {
+/* Every operation is played as if it had been called for; what the driver does not know it refuses. */
+static int play_batch(void *stream, unsigned count, hostflag_operation *operations, unsigned flags) {
+    int result = play(HOSTFLAG_CALL_GATHERED_AND_WAIT, count, flags, sizeof *operations, stream);
+
+    for (unsigned at = 0; at < count && result == 0; at++) {
+        const hostflag_operation *operation = &operations[at];
+
+        fake.calls--; /* it was one call */
+        if (operation->kind == HOSTFLAG_WRITE_VALUE)
+            result = play_write(stream, operation->address, (uint32_t)operation->value, operation->flags);
+        else if (operation->kind == HOSTFLAG_WAIT_VALUE)
+            result = play_wait(stream, operation->address, (uint32_t)operation->value, operation->flags);
+        else
+            result = 801;
+        CHECK_IS(operation->value >> 32 | operation->reserved0 | operation->reserved1, 0);
+    }
+    if (result == 0)
+        fake.played[fake.calls - 1] = (played){HOSTFLAG_CALL_GATHERED_AND_WAIT, count, flags, sizeof *operations};
+    return result;
+}
+
+static void check_calls(const hostflag_device *device, const hostflag_round *round) {
     uint32_t at = 0;
 
 #define NEXT_IS(call_, to_, from_, bytes_)                                                                                 \
@@ -851,17 +888,25 @@ static void check_calls(const hostflag_round *round) {
                 UINT64_C(128) << 32 | round->launch->shared_bytes);
     for (uint32_t copy = 0; copy < round->num_copies; copy++)
         NEXT_IS(HOSTFLAG_CALL_COPY, round->copies[copy].to, round->copies[copy].from, round->copies[copy].bytes);
-    NEXT_IS(HOSTFLAG_CALL_WRITE_GATHERED, (uintptr_t)&fake.page->memory->gathered, round->round, 0);
-    NEXT_IS(HOSTFLAG_CALL_WAIT_RELEASED, (uintptr_t)&fake.page->memory->released, round->round, 0);
-    NEXT_IS(HOSTFLAG_CALL_COPY_REPLY, round->reply_to, (uintptr_t)fake.page->memory->reply, REPLY_BYTES);
-    NEXT_IS(HOSTFLAG_CALL_WRITE_CONSUMED, (uintptr_t)&fake.page->memory->consumed, round->round, 0);
+    if (device->batch != NULL) {
+        NEXT_IS(HOSTFLAG_CALL_GATHERED_AND_WAIT, 2, 0, 48);
+    } else {
+        NEXT_IS(HOSTFLAG_CALL_WRITE_GATHERED, (uintptr_t)&fake.page->memory->gathered, round->round, 0);
+        NEXT_IS(HOSTFLAG_CALL_WAIT_RELEASED, (uintptr_t)&fake.page->memory->released, round->round, 0);
+    }
+    if (device->take_reply != NULL) {
+        NEXT_IS(HOSTFLAG_CALL_TAKE_REPLY, round->reply_to, (uintptr_t)fake.page->memory->reply, REPLY_BYTES / 4);
+    } else {
+        NEXT_IS(HOSTFLAG_CALL_COPY_REPLY, round->reply_to, (uintptr_t)fake.page->memory->reply, REPLY_BYTES);
+        NEXT_IS(HOSTFLAG_CALL_WRITE_CONSUMED, (uintptr_t)&fake.page->memory->consumed, round->round, 0);
+    }
     CHECK_IS(at, fake.calls);
 #undef NEXT_IS
 }
 
 /* Whatever was refused: no data is said to be there that is not, and nothing stays parked after fail_all. */
 static void submit_once(uint64_t *random, uint32_t start) {
-    hostflag_device device = {play_launch, play_to_host, play_to_device, play_write, play_wait, 0};
+    hostflag_device device = {play_launch, play_to_host, play_to_device, play_write, play_wait, NULL, NULL, 0};
     void *parameters[2] = {&device, &fake};
     hostflag_launch launch = {parameters, parameters, {24, 3, 1}, {128, 1, 1}, 64};
     hostflag_round *round = calloc(1, sizeof *round + MAX_COPIES * sizeof(hostflag_copy));
@@ -873,18 +918,20 @@ static void submit_once(uint64_t *random, uint32_t start) {
     memset(&fake, 0, sizeof fake);
     fake.page = new_page(start);
     device.page = (uintptr_t)fake.page->memory;
+    device.batch = random_below(random, 2) == 0 ? play_batch : NULL;
+    device.take_reply = random_below(random, 2) == 0 ? TAKE_REPLY : NULL;
     *round = (hostflag_round){.stream = FAKE_STREAM, .round = newest, .num_copies = (uint32_t)random_below(random, MAX_COPIES + 1)};
     round->launch = random_below(random, 2) == 0 ? &launch : NULL;
     round->reply_to = next_random(random);
     for (uint32_t at = 0; at < round->num_copies; at++)
         round->copies[at] = (hostflag_copy){next_random(random), next_random(random), next_random(random)};
-    enqueued = round->num_copies + 4 + (round->launch != NULL);
+    enqueued = round->num_copies + 4 + (round->launch != NULL) - (device.batch != NULL) - (device.take_reply != NULL);
     fake.refused_at = (uint32_t)random_below(random, enqueued + 1);
 
     status = hostflag_submit(fake.page, &device, round);
     CHECK_IS(status, fake.refused_at == 0 ? HOSTFLAG_OK : HOSTFLAG_REFUSED);
     CHECK_IS(fake.calls, fake.refused_at == 0 ? enqueued : fake.refused_at);
-    check_calls(round);
+    check_calls(&device, round);
     if (fake.refused_at == 0) {
         CHECK_IS(round->failed_p, HOSTFLAG_CALL_NONE);
     } else {
@@ -905,7 +952,7 @@ static void submit_once(uint64_t *random, uint32_t start) {
 }
 
 static void what_makes_no_sense_is_not_submitted(void) {
-    hostflag_device device = {NULL, play_to_host, play_to_device, play_write, play_wait, 0};
+    hostflag_device device = {NULL, play_to_host, play_to_device, play_write, play_wait, NULL, NULL, 0};
     hostflag_launch launch = {0};
     hostflag_round round = {.stream = FAKE_STREAM, .launch = &launch, .round = 1};
     hostflag_page *attached;
@@ -918,6 +965,9 @@ static void what_makes_no_sense_is_not_submitted(void) {
     CHECK_IS(hostflag_submit(NULL, &device, &round), HOSTFLAG_CLOSED);
     CHECK_IS(hostflag_page_attach(fake.page->memory, fake.page->bytes, &attached), HOSTFLAG_OK);
     round.launch = NULL;
+    device.take_reply = TAKE_REPLY; /* and nothing to launch it with */
+    CHECK_IS(hostflag_submit(fake.page, &device, &round), HOSTFLAG_INVALID);
+    device.take_reply = NULL;
     CHECK_IS(hostflag_submit(attached, &device, &round), HOSTFLAG_NOT_OWNER);
     CHECK_IS(fake.calls, 0);
     CHECK_IS(hostflag_page_destroy(attached, MS), HOSTFLAG_OK);

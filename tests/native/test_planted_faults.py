@@ -105,6 +105,13 @@ FAULTS = {
         "    if (*result == 0)\n        *result = 0;",
         "submit",
     ),
+    "the_wait_comes_first_in_the_batch": Fault(
+        "{.kind = HOSTFLAG_WRITE_VALUE, .address = gathered, .value = round->round},",
+        """{.kind = HOSTFLAG_WAIT_VALUE, .address = released, .value = round->round},
+            {.kind = HOSTFLAG_WRITE_VALUE, .address = gathered, .value = round->round},""",
+        "submit",
+    ),
+    "the_kernel_takes_bytes_for_words": Fault("memory->reply_bytes / 4;", "memory->reply_bytes;", "submit"),
     "a_forked_child_joins_a_thread_that_is_not_there": Fault("MADV_WIPEONFORK", "MADV_NORMAL", "life"),
 }
 

@@ -50,7 +50,7 @@ class Library:
         return HERE / f"lib{self.name}.so"
 
 
-HOSTFLAG: Final = Library("hostflag", "the native helper", 2, "hostflag.h", ("hostflag.c",))
+HOSTFLAG: Final = Library("hostflag", "the native helper", 3, "hostflag.h", ("hostflag.c",))
 UCXCHANNEL: Final = Library(
     "ucxchannel",
     "the UCX channel",

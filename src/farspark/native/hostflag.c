@@ -553,31 +553,70 @@ static int launch_gather(const hostflag_device *device, const hostflag_round *ro
                           launch->block[1], launch->block[2], launch->shared_bytes, round->stream, launch->parameters, NULL);
 }
 
+/* As enqueue. */
+static hostflag_call gather_and_wait(const hostflag_device *device, hostflag_round *round) {
+    uint64_t gathered = device->page + offsetof(page_memory, gathered), released = device->page + offsetof(page_memory, released);
+    int *result = &round->result_p;
+
+    if (device->batch != NULL) {
+        hostflag_operation operations[] = {
+            {.kind = HOSTFLAG_WRITE_VALUE, .address = gathered, .value = round->round},
+            {.kind = HOSTFLAG_WAIT_VALUE, .address = released, .value = round->round},
+        };
+
+        *result = device->batch(round->stream, 2, operations, 0);
+        return *result == 0 ? HOSTFLAG_CALL_NONE : HOSTFLAG_CALL_GATHERED_AND_WAIT;
+    }
+    *result = device->write_value(round->stream, gathered, round->round, 0);
+    if (*result != 0)
+        return HOSTFLAG_CALL_WRITE_GATHERED;
+    *result = device->wait_value(round->stream, released, round->round, 0);
+    return *result == 0 ? HOSTFLAG_CALL_NONE : HOSTFLAG_CALL_WAIT_RELEASED;
+}
+
+/* As enqueue. */
+static hostflag_call take_reply(const page_memory *memory, const hostflag_device *device, hostflag_round *round) {
+    uint64_t consumed = device->page + offsetof(page_memory, consumed);
+    int *result = &round->result_p;
+
+    if (device->take_reply != NULL) {
+        uint64_t reply = device->page + offsetof(page_memory, reply);
+        uint32_t words = memory->reply_bytes / 4;
+        void *parameters[] = {&reply, &round->reply_to, &words, &consumed, &round->round};
+
+        *result = device->launch(device->take_reply, 1, 1, 1, HOSTFLAG_TAKE_REPLY_THREADS, 1, 1, 0, round->stream, parameters,
+                                 NULL);
+        return *result == 0 ? HOSTFLAG_CALL_NONE : HOSTFLAG_CALL_TAKE_REPLY;
+    }
+    *result = device->to_device(round->reply_to, memory->reply, memory->reply_bytes, round->stream);
+    if (*result != 0)
+        return HOSTFLAG_CALL_COPY_REPLY;
+    *result = device->write_value(round->stream, consumed, round->round, 0);
+    return *result == 0 ? HOSTFLAG_CALL_NONE : HOSTFLAG_CALL_WRITE_CONSUMED;
+}
+
 /* HOSTFLAG_CALL_NONE, or the call that was refused. */
 static hostflag_call enqueue(const page_memory *memory, const hostflag_device *device, hostflag_round *round) {
-    void *stream = round->stream;
     int *result = &round->result_p;
+    hostflag_call refused;
 
     if (round->launch != NULL && (*result = launch_gather(device, round)) != 0)
         return HOSTFLAG_CALL_LAUNCH;
     for (uint32_t at = 0; at < round->num_copies; at++) {
         const hostflag_copy *copy = &round->copies[at];
 
-        *result = device->to_host((void *)(uintptr_t)copy->to, copy->from, copy->bytes, stream);
+        *result = device->to_host((void *)(uintptr_t)copy->to, copy->from, copy->bytes, round->stream);
         if (*result != 0)
             return HOSTFLAG_CALL_COPY;
     }
-    *result = device->write_value(stream, device->page + offsetof(page_memory, gathered), round->round, 0);
-    if (*result != 0)
-        return HOSTFLAG_CALL_WRITE_GATHERED;
-    *result = device->wait_value(stream, device->page + offsetof(page_memory, released), round->round, 0);
-    if (*result != 0)
-        return HOSTFLAG_CALL_WAIT_RELEASED;
-    *result = device->to_device(round->reply_to, memory->reply, memory->reply_bytes, stream);
-    if (*result != 0)
-        return HOSTFLAG_CALL_COPY_REPLY;
-    *result = device->write_value(stream, device->page + offsetof(page_memory, consumed), round->round, 0);
-    return *result == 0 ? HOSTFLAG_CALL_NONE : HOSTFLAG_CALL_WRITE_CONSUMED;
+    refused = gather_and_wait(device, round);
+    return refused == HOSTFLAG_CALL_NONE ? take_reply(memory, device, round) : refused;
+}
+
+static bool can_launch(const page_memory *memory, const hostflag_device *device, const hostflag_round *round) {
+    if (device->launch == NULL)
+        return round->launch == NULL && device->take_reply == NULL;
+    return device->take_reply == NULL || memory->reply_bytes % 4 == 0;
 }
 
 hostflag_status hostflag_submit(hostflag_page *page, const hostflag_device *device, hostflag_round *round) {
@@ -585,7 +624,7 @@ hostflag_status hostflag_submit(hostflag_page *page, const hostflag_device *devi
         return HOSTFLAG_CLOSED;
     if (page->self != OWNER)
         return leave(page, HOSTFLAG_NOT_OWNER);
-    if (device == NULL || round == NULL || (round->launch != NULL && device->launch == NULL))
+    if (device == NULL || round == NULL || !can_launch(page->memory, device, round))
         return leave(page, HOSTFLAG_INVALID);
     round->failed_p = enqueue(page->memory, device, round);
     return leave(page, round->failed_p == HOSTFLAG_CALL_NONE ? HOSTFLAG_OK : HOSTFLAG_REFUSED);

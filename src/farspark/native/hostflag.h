@@ -10,7 +10,7 @@
  *   gathered   the stream, in order           the data of this round lies in host memory
  *   claimed    whoever settles the round      one compare-and-swap: exactly one side settles a round
  *   released   the holder of the claim        the stream may go on past this round; never goes backwards
- *   consumed   the stream, in order           the reply of this round was copied to the device
+ *   consumed   the stream, in order           the reply of this round was read by the device
  *   reply      the holder of the claim        read by the stream between released and consumed
  *
  * Every word has 128 bytes of its own: neighbours never share a cache line, nor the pair of lines that x86 fetches together.
@@ -20,10 +20,11 @@
  *
  * THE STREAM, for round t and in this order
  *
- *   1. copies its data to host memory             3. waits until released has reached t
- *   2. writes gathered = t                        4. copies the reply to the device, then writes consumed = t
+ *   1. writes its data into host memory           3. waits until released has reached t
+ *   2. writes gathered = t                        4. reads the reply, then writes consumed = t
  *
- * hostflag_submit hands all of it to the device's driver.
+ * hostflag_submit hands all of it to the device's driver, in three calls where the device's kernels do the first and the last
+ * step themselves, and in more where they are copies. What makes each order hold is said at hostflag_device.
  *
  * The order is what makes one reply buffer enough: gathered = t says that the replies of all rounds before t were read.
  * The CPU never changes gathered and consumed with a read-modify-write, since the device writes them; hostflag_gather and
@@ -63,7 +64,7 @@ extern "C" {
 #define HOSTFLAG_API __attribute__((visibility("default")))
 
 /* Of the functions, the structures and the page's layout together: any change of them is another version. */
-#define HOSTFLAG_VERSION 2u
+#define HOSTFLAG_VERSION 3u
 /* How far hostflag_fail_all goes: 18 hours of rounds of a millisecond, and a thirty-second of half the cycle, so that somebody
  * who comes late is still earlier after thirty of them. */
 #define HOSTFLAG_FAR (UINT32_C(1) << 26)
@@ -216,14 +217,44 @@ typedef int hostflag_to_host_call(void *to, uint64_t from, size_t bytes, void *s
 typedef int hostflag_to_device_call(uint64_t to, const void *from, size_t bytes, void *stream);
 typedef int hostflag_value_call(void *stream, uint64_t address, uint32_t value, unsigned flags);
 
-/* Fixed for as long as the page is used with one device. */
+/* One operation on a word, laid out as CUstreamBatchMemOpParams. */
+typedef struct hostflag_operation {
+    uint32_t kind; /* CU_STREAM_MEM_OP_WAIT_VALUE_32 or CU_STREAM_MEM_OP_WRITE_VALUE_32 */
+    uint32_t reserved0;
+    uint64_t address;
+    uint64_t value;
+    uint32_t flags;
+    uint32_t reserved1;
+    uint64_t reserved2[2];
+} hostflag_operation;
+
+#define HOSTFLAG_WAIT_VALUE 1u
+#define HOSTFLAG_WRITE_VALUE 2u
+
+typedef int hostflag_batch_call(void *stream, unsigned count, hostflag_operation *operations, unsigned flags);
+
+/* The kernel that takes the reply is launched with one block of so many threads, and has these parameters in this order: the
+ * reply's address and reply_to, 64 bits each; the number of 32-bit words to copy, 32 bits; the address of `consumed`, 64 bits;
+ * the round, 32 bits. */
+#define HOSTFLAG_TAKE_REPLY_THREADS 512u
+
+/* Fixed for as long as the page is used with one device.
+ *
+ * Order 1-2: a stream's write of a value is preceded by a fence of the whole system over everything that was before it in the
+ * stream, kernels that write host memory included (flags 0), so whoever sees `gathered` (acquire) sees the data.
+ * Order 2-3: of one batch the operations are enqueued in the order of the array, and a stream does one after the other.
+ * Order 3-4: what is behind a wait in a stream begins once it is over. A kernel that takes the reply reads it with loads of the
+ * whole system's scope, which no older copy in a cache answers; it writes `consumed` with a release of that scope behind a
+ * barrier of all its threads, so whoever sees `consumed` may write the reply anew. */
 typedef struct hostflag_device {
-    hostflag_launch_call *launch;         /* cuLaunchKernel; NULL if no round launches anything */
-    hostflag_to_host_call *to_host;       /* cuMemcpyDtoHAsync */
-    hostflag_to_device_call *to_device;   /* cuMemcpyHtoDAsync */
-    hostflag_value_call *write_value;     /* cuStreamWriteValue32: a barrier for all that the stream wrote before (flags 0) */
-    hostflag_value_call *wait_value;      /* cuStreamWaitValue32: until the word has reached the value, cyclic (flags 0) */
-    uint64_t page;                        /* the page's address as the device has it */
+    hostflag_launch_call *launch;       /* cuLaunchKernel; NULL if nothing is ever launched */
+    hostflag_to_host_call *to_host;     /* cuMemcpyDtoHAsync */
+    hostflag_to_device_call *to_device; /* cuMemcpyHtoDAsync */
+    hostflag_value_call *write_value;   /* cuStreamWriteValue32 */
+    hostflag_value_call *wait_value;    /* cuStreamWaitValue32: until the word has reached the value, cyclic (flags 0) */
+    hostflag_batch_call *batch;         /* cuStreamBatchMemOp; NULL: the two above are called one after the other */
+    void *take_reply;                   /* the kernel's handle; NULL: a copy and a write. reply_bytes is a multiple of 4 */
+    uint64_t page;                      /* the page's address as the device has it */
 } hostflag_device;
 
 typedef struct hostflag_launch {
@@ -248,6 +279,8 @@ typedef enum hostflag_call {
     HOSTFLAG_CALL_WAIT_RELEASED = 4,
     HOSTFLAG_CALL_COPY_REPLY = 5,
     HOSTFLAG_CALL_WRITE_CONSUMED = 6,
+    HOSTFLAG_CALL_GATHERED_AND_WAIT = 7, /* in one batch */
+    HOSTFLAG_CALL_TAKE_REPLY = 8,
 } hostflag_call;
 
 typedef struct hostflag_round {
@@ -261,10 +294,11 @@ typedef struct hostflag_round {
     hostflag_copy copies[];
 } hostflag_round;
 
-/* Enqueues round `round->round`, in this order: the launch, the copies, gathered, the wait, the copy of the reply, consumed.
+/* Enqueues round `round->round`, in this order: the launch, the copies, gathered, the wait, the reply, consumed.
  * The first refusal ends it. What was enqueued before stays enqueued: nothing waits for the round if the refusal came from
  * anything up to HOSTFLAG_CALL_WRITE_GATHERED, and gathered is never written with a copy missing; from HOSTFLAG_CALL_WAIT_RELEASED
  * on the stream may be parked, or nobody may take note of `consumed`, so the caller must end the rounds with hostflag_fail_all.
+ * The launch may write into host memory itself; what it does not write is copied.
  * Blocks no longer than the driver does. One thread, the one that enqueues on this stream.
  * OK, REFUSED, NOT_OWNER, CLOSED, INVALID. */
 HOSTFLAG_API hostflag_status hostflag_submit(hostflag_page *page, const hostflag_device *device, hostflag_round *round);

@@ -56,6 +56,8 @@ class Call(enum.IntEnum):
     WAIT_RELEASED = 4
     COPY_REPLY = 5
     WRITE_CONSUMED = 6
+    GATHERED_AND_WAIT = 7  # in one batch
+    TAKE_REPLY = 8
 
 
 class How(enum.IntEnum):
@@ -177,7 +179,27 @@ class _Stats(ctypes.Structure):
 
 class _Device(ctypes.Structure):
     _fields_ = tuple(
-        (name, ctypes.c_uint64) for name in ("launch", "to_host", "to_device", "write_value", "wait_value", "page")
+        (name, ctypes.c_uint64)
+        for name in ("launch", "to_host", "to_device", "write_value", "wait_value", "batch", "take_reply", "page")
+    )
+
+
+WRITE_VALUE: Final = 2  # HOSTFLAG_WRITE_VALUE
+WAIT_VALUE: Final = 1  # HOSTFLAG_WAIT_VALUE
+TAKE_REPLY_THREADS: Final = 512  # HOSTFLAG_TAKE_REPLY_THREADS
+
+
+class Operation(ctypes.Structure):
+    """On a word, one of a batch."""
+
+    _fields_ = (
+        ("kind", ctypes.c_uint32),
+        ("reserved0", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("reserved1", ctypes.c_uint32),
+        ("reserved2", ctypes.c_uint64 * 2),
     )
 
 
@@ -220,13 +242,15 @@ class Launch:
 
 
 class DeviceCalls(NamedTuple):
-    """Addresses of the driver's functions, as hostflag.h has them."""
+    """Addresses of the driver's functions, and the handle of a kernel, as hostflag.h has them."""
 
     launch: int  # 0: nothing is ever launched
     to_host: int
     to_device: int
     write_value: int
     wait_value: int
+    batch: int = 0  # 0: there is none
+    take_reply: int = 0  # 0: the reply is copied
 
 
 _ROUND: Final = struct.Struct("<QQQIIIi")

@@ -22,6 +22,7 @@ from farspark.engine.gather.triton_gather import TritonGather
 
 CPU = torch.device("cpu")
 FUNCTION = 0xF00D
+TO = 0x7000_0000_0000, 0x7000_1000_0040  # where a prepared launch has rows and metadata
 SHAPE = GatherShape(max_requests=4, max_tokens=64, taps=3, hidden_size=32, context=12, ring=5)
 SAMPLED = dataclasses.replace(SHAPE, is_sampled=True)
 
@@ -97,7 +98,7 @@ def values(arguments: list[Any]) -> list[int]:
 @pytest.mark.parametrize("shape", [SHAPE, SAMPLED])
 def test_the_driver_is_given_what_tritons_launcher_would_pass(shape: GatherShape, kernel: Kernel) -> None:
     by_triton, direct = TritonGather(shape, CPU), TritonGather(shape, CPU, driver=kernel.driver)
-    direct._fixed = by_triton._fixed  # else their buffers differ
+    direct._places = by_triton._places  # else their buffers differ
     for seed in range(40):
         step = random_step(shape, CPU, seed, torch.bfloat16 if seed % 3 else torch.float32)
         step = dataclasses.replace(step, hidden=[one[: step.positions.shape[0]].clone() for one in step.hidden])
@@ -116,16 +117,22 @@ def test_the_driver_is_given_what_tritons_launcher_would_pass(shape: GatherShape
 def test_a_prepared_launch_is_the_one_that_pack_makes(kernel: Kernel) -> None:
     gather = TritonGather(SHAPE, CPU, driver=kernel.driver)
     step = random_step(SHAPE, CPU, 5, torch.bfloat16)
-    assert gather.prepare(step) == 0  # nothing is compiled yet
+    assert gather.prepare(step, *TO) == 0  # nothing is compiled yet
     gather.pack(step)
     gather.pack(step)
-    address = gather.prepare(step)
+    address = gather.prepare(step, *TO)
     (launch,) = (one for one in gather._launches.values() if one is not None)
     assert address == launch.address
     sizes = [size for _, size in kernel.driver.parameters]
-    assert (launch.grid, parameters_of(launch, sizes)) == kernel.driver.launches[-1]
+    grid, expected = kernel.driver.launches[-1]
+    expected = expected.copy()
+    staging, meta = (kernel.names.index(name) for name in ("staging", "meta"))
+    assert (expected[staging], expected[meta]) == (gather.rows_address, gather.meta_address)
+    expected[staging], expected[meta] = TO  # only where it writes to is another place
+    assert (launch.grid, parameters_of(launch, sizes)) == (grid, expected)
+    assert gather.prepare(step, TO[0] + 2, TO[1]) == 0  # Triton would compile another kernel for it
     with pytest.raises(ValueError, match="rows in a step"):
-        gather.prepare(dataclasses.replace(step, row_bound=SHAPE.max_rows + 1))
+        gather.prepare(dataclasses.replace(step, row_bound=SHAPE.max_rows + 1), *TO)
 
 
 def test_steps_of_a_runner_are_prepared_alike_with_few_looks_and_with_many(kernel: Kernel) -> None:
@@ -135,7 +142,7 @@ def test_steps_of_a_runner_are_prepared_alike_with_few_looks_and_with_many(kerne
     for _ in range(2):
         quick.pack(first)
     plain = TritonGather(SHAPE, CPU, driver=kernel.driver)
-    plain._fixed, plain._launches = quick._fixed, quick._launches
+    plain._places, plain._launches = quick._places, quick._launches
     kept = {name: getattr(first, name) for name in ("last_sampled", "next_prefill_tokens", "temperature", "seeds")}
     sizes = [size for _, size in kernel.driver.parameters]
     agains = 0
@@ -147,17 +154,20 @@ def test_steps_of_a_runner_are_prepared_alike_with_few_looks_and_with_many(kerne
         seen: list[Any] = []
         for gather in (plain, quick):
             plain._checked = None
-            again = gather._prepare_again(step) if gather is quick else None
+            places = TO[0] + 16 * seed, quick._places[1], TO[1] + 4 * seed
+            again = gather._prepare_again(step, places) if gather is quick else None
             agains += again is not None
-            address = gather.prepare(step)
+            address = gather.prepare(step, places[0], places[2])
             (launch,) = (one for one in gather._launches.values() if one is not None and one.address == address)
             seen.append((launch.grid, parameters_of(launch, sizes), gather._enqueued_requests))
         assert seen[0] == seen[1]
     assert 40 <= agains < 60
     for change in ({"row_bound": SHAPE.max_rows + 1}, {"hidden": first.hidden[:-1]}, {"slots": first.slots[:0]}):
-        assert quick.prepare(first)
+        assert quick.prepare(first, *TO)
         with pytest.raises(ValueError, match=r"in a step|expected"):
-            quick.prepare(dataclasses.replace(first, **change))
+            quick.prepare(dataclasses.replace(first, **change), *TO)
+    assert quick.prepare(first, *TO)
+    assert quick.prepare(first, TO[0] + 8, TO[1]) == 0
 
 
 def test_a_step_of_another_kind_is_tritons_to_launch(kernel: Kernel) -> None:
@@ -167,7 +177,7 @@ def test_a_step_of_another_kind_is_tritons_to_launch(kernel: Kernel) -> None:
     for _ in range(2):
         gather.pack(step)
     assert len(kernel.driver.launches) == 1
-    assert gather.prepare(step)
+    assert gather.prepare(step, *TO)
     rows = len(step.hidden[0])
     wide = torch.zeros(rows, 3 * 40, dtype=torch.bfloat16)
     others: dict[str, dict[str, Any]] = {
@@ -186,9 +196,9 @@ def test_a_step_of_another_kind_is_tritons_to_launch(kernel: Kernel) -> None:
     }
     for name, change in others.items():
         kernel.calls.clear()
-        assert gather.prepare(step)  # the one before was ordinary
+        assert gather.prepare(step, *TO)  # the one before was ordinary
         other = dataclasses.replace(step, **change)
-        assert gather.prepare(other) == 0, name
+        assert gather.prepare(other, *TO) == 0, name
         gather.pack(other)
         assert len(kernel.calls) == 1, name
     assert len(kernel.driver.launches) == 1
@@ -198,7 +208,7 @@ def test_without_a_driver_every_launch_is_tritons(kernel: Kernel) -> None:
     gather = TritonGather(SHAPE, CPU, why_not_direct="planted")
     step = random_step(SHAPE, CPU, 5, torch.bfloat16)
     for _ in range(3):
-        assert gather.prepare(step) == 0
+        assert gather.prepare(step, *TO) == 0
         gather.pack(step)
     assert len(kernel.calls) == 3
     assert gather.how_launched == "by Triton's launcher: planted"

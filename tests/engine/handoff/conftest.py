@@ -25,7 +25,7 @@ def worker() -> Iterator[WorkerProcess]:
 
 @pytest.fixture
 def open_world(worker: WorkerProcess) -> Iterator[Open]:
-    """`open_world(proxy, seed=…, start=…, spec={…}, **settings)`; closed at the end."""
+    """`open_world(proxy, seed=…, start=…, is_plain=…, spec={…}, **settings)`; closed at the end."""
     with ExitStack() as stack:
 
         def make(
@@ -33,6 +33,7 @@ def open_world(worker: WorkerProcess) -> Iterator[Open]:
             *,
             seed: int = 1,
             start: int = 0,
+            is_plain: bool = False,
             spec: dict[str, Any] | None = None,
             is_ready: bool = True,
             **changes: Any,
@@ -40,7 +41,9 @@ def open_world(worker: WorkerProcess) -> Iterator[Open]:
             info = make_info()
             chosen = settings(proxy, **changes)
             asked = talker_spec(info, worker.endpoint, **({"timeout_s": TIMEOUT_S} | (spec or {})))
-            world = stack.enter_context(World(HostDevice(info), info, chosen, asked, seed=seed, start=start))
+            world = stack.enter_context(
+                World(HostDevice(info, is_plain=is_plain), info, chosen, asked, seed=seed, start=start)
+            )
             if is_ready:
                 world.wait_ready()
             return world, Soak(world, worker, chosen, asked.timeout_s)

@@ -369,3 +369,38 @@ def test_a_proxy_process_that_does_not_start_is_a_refusal(monkeypatch: pytest.Mo
             make_stream=device.make_stream,
             stats=Stats(),
         )
+
+
+def test_a_gather_that_is_launched_needs_no_copies_but_those_of_windows(
+    open_world: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, _ = open_world()
+    good_round(world)
+    stream, copied = world.handoff.stream, []
+    monkeypatch.setattr(stream, "to_host", lambda to, source, size: copied.append(size))
+    device = world.device
+    assert isinstance(device, HostDevice)
+    rows, meta = world.info.row_bytes, 16
+    device._launches = 0  # every fourth gather is not launched
+    for launched in (True, True, True, False):
+        world.step([world.row(0, 1)])
+        assert bool(copied) is not launched
+    assert copied[0] == meta
+    assert copied[1] >= rows
+    copied.clear()
+    world.handoff._region.ask(0)
+    world.step([world.row(0, 1)])
+    assert copied == [world.handoff._region.window_bytes]
+    world.handoff.abandon("the copies are gone")
+    world._in_flight.clear()
+
+
+def test_a_round_that_is_begun_and_not_submitted_costs_only_itself(open_world: Open) -> None:
+    world, _ = open_world(spec={"timeout_s": 10.0}, watchdog_s=30.0)
+    good_round(world)
+    world.handoff.begin(lambda: None)
+    for _ in range(4):
+        world.step([world.row(0, 1)])
+    world.drain()
+    assert world.outcomes[-1] is RoundOutcome.OK
+    assert world.counters()["watchdog_skipped_unknown_ring"] == 1

@@ -55,9 +55,10 @@ def test_the_soak_finds_windows_of_another_round(open_world: Open, monkeypatch: 
         soak.run(400, [Fault.CUT] * 12)
 
 
-def test_without_faults_every_round_is_good(open_world: Open) -> None:
+@pytest.mark.parametrize("is_plain", [False, True], ids=["kernels", "copies"])
+def test_without_faults_every_round_is_good(open_world: Open, is_plain: bool) -> None:
     # However busy the machine is.
-    world, soak = open_world(spec={"timeout_s": 10.0}, watchdog_s=30.0)
+    world, soak = open_world(spec={"timeout_s": 10.0}, watchdog_s=30.0, is_plain=is_plain)
     for _ in range(300):
         world.step()
     world.drain()

@@ -45,6 +45,19 @@ class Late(HostStream):
         super().to_host(*self.held)
 
 
+class LateKernel(HostStream):
+    """The same with what a kernel writes."""
+
+    def launch(self, function: int) -> None:
+        self.held = self.kernels.pop(function)
+
+    def write_gathered(self, round_: int) -> None:
+        super().write_gathered(round_)
+        self.run(lambda: time.sleep(0.02))
+        if (held := vars(self).pop("held", None)) is not None:
+            self.run(held)
+
+
 class Hasty(HostStream):
     def wait_released(self, round_: int) -> None:
         pass
@@ -67,6 +80,13 @@ class Stale(HostStream):
             super().to_device(to, source, size)
 
 
+class Forgetful(HostStream):
+    """Nobody ever sees that a reply was read."""
+
+    def take_reply(self, reply: int, result: int, words: int, round_: int) -> None:
+        self.to_device(result, reply, 4 * words)
+
+
 class Deaf(HostStream):
     """Never sees a release."""
 
@@ -82,10 +102,13 @@ class Reluctant(HostStream):
         super().wait_released((round_ + (1 << 20)) % (1 << 32))
 
 
-def test_a_stream_that_does_its_work_passes_and_two_rounds_are_spent(region: tuple[Region, HostPage]) -> None:
+@pytest.mark.parametrize("is_plain", [False, True], ids=["kernels", "copies"])
+def test_a_stream_that_does_its_work_passes_and_two_rounds_are_spent(
+    region: tuple[Region, HostPage], is_plain: bool
+) -> None:
     memory, page = region
     device = HostDevice(make_info())
-    stream = HostStream(page)
+    stream = HostStream(page, is_plain=is_plain)
     assert self_test(stream, memory, page, device.buffers.result, START) == 1
     words = page.words()
     assert (words.gathered, words.released, words.consumed) == (1, 1, 1)
@@ -96,10 +119,12 @@ def test_a_stream_that_does_its_work_passes_and_two_rounds_are_spent(region: tup
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Late, "seen before the data"),
+        (Late, "seen before the data that was copied"),
+        (LateKernel, "seen before the data that was written by a kernel"),
         (Hasty, "passed the wait before anything was published"),
         (Mute, "did not see `gathered`"),
         (Stale, "did not read what was published"),
+        (Forgetful, "did not pass the wait"),
         (Reluctant, "did not pass the wait"),
     ],
 )
@@ -140,12 +165,13 @@ def test_a_stream_that_is_parked_for_good_stops_the_start(
         ("write_consumed", True),
     ],
 )
+@pytest.mark.parametrize("is_plain", [False, True], ids=["kernels", "copies"])
 def test_a_refused_call_ends_the_submission_and_parks_nothing_for_good(
-    region: tuple[Region, HostPage], call: str, is_gathered: bool, monkeypatch: pytest.MonkeyPatch
+    region: tuple[Region, HostPage], call: str, is_gathered: bool, is_plain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, page = region
     device = HostDevice(make_info())
-    stream = HostStream(page)
+    stream = HostStream(page, is_plain=is_plain)
     done: list[str] = []
     for name in ("launch", "to_host", "write_gathered", "wait_released", "to_device", "write_consumed"):
         before = getattr(stream, name)

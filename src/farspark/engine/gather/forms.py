@@ -135,11 +135,12 @@ def random_step(shape: GatherShape, device: torch.device, seed: int, dtype: torc
 
 
 def first_difference(reference: TorchGather, other: TorchGather) -> str | None:
-    """Where the device's buffers differ after the same steps; None if nowhere. Waits for the device."""
+    """Where what was made of the same steps differs; None if nowhere. Waits for the device."""
     theirs, ours = other.buffers(), reference.buffers()
     for name, right in ours.items():
-        differs = (right.view(torch.int16) != theirs[name].view(torch.int16)).nonzero()
+        left = theirs[name].to(right.device)
+        differs = (right.view(torch.int16) != left.view(torch.int16)).nonzero()
         if len(differs):
             row = int(differs[0][0])
-            return f"{name} row {row}: {theirs[name][row, :8].tolist()}..., expected {right[row, :8].tolist()}..."
+            return f"{name} row {row}: {left[row, :8].tolist()}..., expected {right[row, :8].tolist()}..."
     return None

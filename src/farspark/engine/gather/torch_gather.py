@@ -63,6 +63,7 @@ class TorchGather:
         self._row_index = torch.arange(shape.max_rows, dtype=torch.int64, device=device)
         self._staging_host = self._staging
         self._meta_host = self._meta
+        self._made = self._staging, self._meta  # where the newest step's rows and metadata were written to
         if has_host_buffers:
             self.make_host_buffers()
         self._num_requests = 0
@@ -101,8 +102,9 @@ class TorchGather:
         """For the statistics."""
         return "torch operations"
 
-    def prepare(self, step: StepTensors) -> int:
-        """The address of a `Launch` that does what `pack` does, once, for whoever enqueues the rest in the same call.
+    def prepare(self, step: StepTensors, rows: int, meta: int) -> int:
+        """The address of a `Launch` that does what `pack` does, once, for whoever enqueues the rest in the same call, but for
+        where rows and metadata go: to the addresses `rows` and `meta`, of the host's memory as the device has it.
 
         0 where `pack` is to be called.
         """
@@ -113,15 +115,19 @@ class TorchGather:
         self._enqueue(step, keep=True)
 
     def run(self, step: StepTensors) -> None:
-        """Enqueue everything: pack, write the ring, describe, copy to the host."""
+        """Enqueue everything: pack, write the ring, describe, bring it to the host."""
         if self._device.type == "cuda":
             self._began.record()
-        row_bound = self._enqueue(step, keep=True)
+        self._bring(step)
         self._num_requests = step.num_requests
+        if self._device.type == "cuda":
+            self._arrived.record()
+
+    def _bring(self, step: StepTensors) -> None:
+        row_bound = self._enqueue(step, keep=True)
         if self._device.type == "cuda":
             self._meta_host[: step.num_requests].copy_(self._meta[: step.num_requests], non_blocking=True)
             self._staging_host[:row_bound].copy_(self._staging[:row_bound], non_blocking=True)
-            self._arrived.record()
 
     def rehearse(self, step: StepTensors) -> None:
         """The device work of `run` without its effects: for profiling and warm-up. No slot is touched, nobody waits."""
@@ -136,10 +142,13 @@ class TorchGather:
         return Gathered(meta, host_bytes(self._staging_host[:num_rows]))
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """What the newest step made on the device, without what nobody reads: for comparing two forms of the gather."""
-        meta = self._meta[: self._enqueued_requests]
+        """What the newest step made, without what nobody reads: for comparing two forms of the gather. Waits for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        staging, meta = self._made
+        meta = meta[: self._enqueued_requests]
         rows = int(meta[:, MetaColumn.VALID_ROWS].clamp(max=self.shape.context).sum())
-        return {"metadata": meta, "rows": self._staging[:rows], "ring": self.ring.rows[: self.ring.scratch_row]}
+        return {"metadata": meta, "rows": staging[:rows], "ring": self.ring.rows[: self.ring.scratch_row]}
 
     def device_us(self) -> float | None:
         """Device time from `run` to the data's arrival, after `wait`; None where no device clock exists."""
@@ -149,6 +158,7 @@ class TorchGather:
         row_bound = min(step.row_bound, self.shape.max_rows)
         self._check(step)
         self._pack(step, row_bound, keep=keep)
+        self._made = self._staging, self._meta
         self._enqueued_requests = step.num_requests
         return row_bound
 

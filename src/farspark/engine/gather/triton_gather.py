@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from farspark.engine.gather.direct import DirectLaunchError, KernelDriver, make_launch
+from farspark.engine.gather.streams import current_stream
 from farspark.engine.gather.torch_gather import StepTensors, TorchGather
 from farspark.native import Launch
 
@@ -183,6 +184,8 @@ _WIDE: Final = 16  # of which the distance between two rows is a multiple, in va
 
 _Kind = tuple[Any, ...]
 _Kept = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+_Places = tuple[int, int, int]
+"""Where rows, ring and metadata are written to."""
 
 
 class _Checked(NamedTuple):
@@ -195,7 +198,7 @@ class _Checked(NamedTuple):
     kept: _Kept
     dtypes: list[torch.dtype]  # of the others: five, then the taps
     stride: tuple[int, ...]  # of every tap
-    middle: tuple[int, ...]  # the arguments behind those of the others, up to the number of requests
+    middle: tuple[int, ...]  # the arguments behind those of the others, up to where the kernel writes to
 
 
 class TritonGather(TorchGather):
@@ -203,6 +206,9 @@ class TritonGather(TorchGather):
 
     The first launch of a kind of step goes through Triton, which compiles the kernel; further ones go to the driver where that
     can be. Of one kind are steps for which Triton would take the same kernel.
+
+    A launch of the driver's writes into host memory itself where it is told to, in stores of sixteen bytes that fill whole lines:
+    the bus is as busy with them as with a copy, and the step waits for no second engine of the device.
     """
 
     def __init__(
@@ -218,6 +224,7 @@ class TritonGather(TorchGather):
         self._requests = triton.next_power_of_2(self.shape.max_requests)
         self._blocks = triton.cdiv(self.shape.hidden_size, _BLOCK)
         self._driver = driver
+        self._current = current_stream(self._device) if self._device.type == "cuda" else int
         self._launches: dict[_Kind, Launch | None] = {}  # None: Triton's to make
         self._why_not = why_not_direct if driver is None else "no step has come yet"
         # Of the step at hand: addresses of its taps, and the two strides.
@@ -225,25 +232,41 @@ class TritonGather(TorchGather):
         self._token_stride = self._last_stride = 0
         self._step: StepTensors | None = None  # prepared: its memory must not be anybody else's before the launch
         self._checked: _Checked | None = None
-        self._fixed = self._staging.data_ptr(), self.ring.rows.data_ptr(), self._meta.data_ptr()
+        self._places: _Places = self._staging.data_ptr(), self.ring.rows.data_ptr(), self._meta.data_ptr()
 
     @property
     def how_launched(self) -> str:
         is_direct = any(launch is not None for launch in self._launches.values())
         return "by the driver" if is_direct else f"by Triton's launcher: {self._why_not}"
 
-    def prepare(self, step: StepTensors) -> int:
-        if (launch := self._prepare_again(step)) is None:
+    def _bring(self, step: StepTensors) -> None:
+        launch = None
+        if self._driver is not None and self._device.type == "cuda":
+            # Pinned memory has one address for both.
+            launch = self._prepare(step, self._staging_host.data_ptr(), self._meta_host.data_ptr())
+        if launch is None or self._driver is None:
+            super()._bring(step)
+            return
+        self._driver.launch(launch, self._current())
+        self._made = self._staging_host, self._meta_host
+
+    def prepare(self, step: StepTensors, rows: int, meta: int) -> int:
+        launch = self._prepare(step, rows, meta)
+        return 0 if launch is None else launch.address
+
+    def _prepare(self, step: StepTensors, rows: int, meta: int) -> Launch | None:
+        places = rows, self._places[1], meta
+        if (launch := self._prepare_again(step, places)) is None:
             row_bound = min(step.row_bound, self.shape.max_rows)
             self._check(step)
             launch = self._launches.get(self._kind(step))
-            if launch is None or row_bound == 0:
-                return 0
-            self._fill_anew(launch, step, row_bound, keep=True)
+            if launch is None or row_bound == 0 or rows % _ALIGNED:
+                return None
+            self._fill_anew(launch, step, row_bound, places, keep=True)
             self._checked = self._note(launch, step)
             self._enqueued_requests = step.num_requests
         self._step = step
-        return launch.address
+        return launch
 
     def _note(self, launch: Launch, step: StepTensors) -> _Checked:
         """`_kind` has just looked at the step."""
@@ -256,7 +279,7 @@ class TritonGather(TorchGather):
         )
 
     def _middle(self, step: StepTensors) -> tuple[int, ...]:
-        """The kernel's arguments behind those of the changing tensors, up to the number of requests."""
+        """The kernel's arguments behind those of the changing tensors, up to where it writes to."""
         slots = step.slots.data_ptr()
         return (
             step.last_sampled.data_ptr(),
@@ -264,10 +287,9 @@ class TritonGather(TorchGather):
             step.next_prefill_tokens.data_ptr(),
             slots if step.temperature is None else step.temperature.data_ptr(),
             slots if step.seeds is None else step.seeds.data_ptr(),
-            *self._fixed,
         )
 
-    def _prepare_again(self, step: StepTensors) -> Launch | None:
+    def _prepare_again(self, step: StepTensors, places: _Places) -> Launch | None:
         """Fill the newest launch for a step like the one before it, with as few looks at tensors as tell that it is one; None
         where it may be another. In a busy engine each look finds the tensor out of the caches.
         """
@@ -297,12 +319,12 @@ class TritonGather(TorchGather):
             if tap.stride() != stride or tap.size(-1) != width:
                 return None
         others, rows = [tensor.data_ptr() for tensor in tensors[:_OTHERS]], [tap.data_ptr() for tap in taps]
-        bits = 0
+        bits = places[0]
         for address in rows:
             bits |= address
         if bits % _ALIGNED:
             return None
-        self._fill(checked.launch, step, row_bound, rows, stride[0], others, checked.middle, n, keep=True)
+        self._fill(checked.launch, step, row_bound, rows, stride[0], others, checked.middle, places, n, keep=True)
         self._enqueued_requests = n
         return checked.launch
 
@@ -313,8 +335,8 @@ class TritonGather(TorchGather):
         kind = self._kind(step)
         launch = self._launches.get(kind)
         if launch is not None:
-            self._fill_anew(launch, step, row_bound, keep=keep)
-            self._driver.launch(launch, _current_stream(self._device))
+            self._fill_anew(launch, step, row_bound, self._places, keep=keep)
+            self._driver.launch(launch, self._current())
             return
         kernel = self._launch_by_triton(step, row_bound, keep=keep)
         if kind and kind not in self._launches:
@@ -355,11 +377,11 @@ class TritonGather(TorchGather):
             None if step.seeds is None else step.seeds.dtype,
         )
 
-    def _fill_anew(self, launch: Launch, step: StepTensors, row_bound: int, *, keep: bool) -> None:
+    def _fill_anew(self, launch: Launch, step: StepTensors, row_bound: int, places: _Places, *, keep: bool) -> None:
         """`_kind` has just looked at the step."""
         others = [tensor.data_ptr() for tensor in _changing(step)[:_OTHERS]]
         middle, n = self._middle(step), step.slots.shape[0]
-        self._fill(launch, step, row_bound, self._rows, self._token_stride, others, middle, n, keep=keep)
+        self._fill(launch, step, row_bound, self._rows, self._token_stride, others, middle, places, n, keep=keep)
 
     def _fill(
         self,
@@ -370,6 +392,7 @@ class TritonGather(TorchGather):
         token_stride: int,
         others: list[int],
         middle: tuple[int, ...],
+        places: _Places,
         n: int,
         *,
         keep: bool,
@@ -383,6 +406,7 @@ class TritonGather(TorchGather):
             token_stride,
             *others,
             *middle,
+            *places,
             n,
             self.shape.context,
             self.shape.ring,
@@ -445,10 +469,3 @@ def _changing(step: StepTensors) -> tuple[torch.Tensor, ...]:
         step.num_rejected,
         *step.hidden,
     )
-
-
-def _current_stream(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(torch._C._cuda_getCurrentRawStream(index))

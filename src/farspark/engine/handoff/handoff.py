@@ -87,8 +87,9 @@ class Handoff:
         self._staged = region.wanted.copy()  # of the asks: what was answered
         self._asks = region.asks
         self._has_more = False  # asks are left for slots that were in no round since
-        self._is_begun = False
+        self._round: int | None = None  # that was begun and is not submitted yet
         self._launch = 0  # of the gather, where the round's own call is to make it
+        self._host_rows = region.rows_address + stream.device_offset  # as the device has it
         self._spent_ns = 0
         self._is_death_said = False
         self._is_closing = False  # ended by `close`, not by a death
@@ -108,14 +109,17 @@ class Handoff:
         return self._region.size
 
     def begin(self, pack: Callable[..., object], *step: Any, prepare: Callable[..., int] | None = None) -> None:
-        """`pack` enqueues the gather of `step`. Where `prepare` gives the address of a `Launch` that does the same, `submit`
-        makes it, and nothing may be enqueued between the two. Neither is called while nobody serves rounds: the rows would be
-        nobody's.
+        """`pack` enqueues the gather of `step` into the device's buffers. Where `prepare` gives the address of a `Launch` that
+        writes rows and metadata to the two addresses that it is given behind `step`, `submit` makes it, and nothing may be
+        enqueued between the two. Neither is called while nobody serves rounds: the rows would be nobody's.
         """
         started = time.perf_counter_ns()
-        self._is_begun = self._gate.is_open
-        if self._is_begun:
-            self._launch = 0 if prepare is None else prepare(*step)
+        self._round = round_ = self._gate.take()
+        if round_ is not None:
+            self._launch = 0
+            if prepare is not None:
+                meta = self._region.meta_address(round_) + self.stream.device_offset
+                self._launch = prepare(*step, self._host_rows, meta)
             if not self._launch:
                 self.stream.run(functools.partial(pack, *step))
         self._spent_ns = time.perf_counter_ns() - started
@@ -123,8 +127,7 @@ class Handoff:
     def submit(self, submission: Submission) -> bool:
         """Enqueue the rest of the round. False: nobody serves it, and the device's result is as it was."""
         started = time.perf_counter_ns()
-        round_ = self._gate.take() if self._is_begun else None
-        self._is_begun = False
+        round_, self._round = self._round, None
         if round_ is None:
             self._stats.add("rounds_failed")
             self._stats.add("fallback_proxy_dead")
@@ -140,9 +143,11 @@ class Handoff:
         self._region.describe(round_, submission, windows)
         self._shapes[round_ % _SHAPES_KEPT] = (round_, submission.phase, len(submission.slots))
         region, buffers = self._region, self._buffers
-        copies = [region.meta_address(round_), buffers.meta, region.meta_row_bytes * len(submission.slots)]
-        if submission.row_bound:
-            copies += (region.rows_address, buffers.rows, submission.row_bound * self._row_bytes)
+        copies: list[int] = []
+        if not self._launch:
+            copies += (region.meta_address(round_), buffers.meta, region.meta_row_bytes * len(submission.slots))
+            if submission.row_bound:
+                copies += (region.rows_address, buffers.rows, submission.row_bound * self._row_bytes)
         for slot in windows:
             size = region.window_bytes
             copies += (region.window_address(slot), buffers.ring + slot * size, size)

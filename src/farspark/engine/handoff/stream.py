@@ -14,9 +14,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
+from farspark.engine.handoff import take_reply
 from farspark.engine.handoff.region import Region, distance, next_round
 from farspark.errors import FarsparkError
-from farspark.native import Call, DeviceCalls, HostPage, Status, Submitter
+from farspark.native import Call, DeviceCalls, HostPage, Launch, Status, Submitter
+from farspark.native.page import TAKE_REPLY_THREADS, WRITE_VALUE, Operation
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,11 @@ class Stream(Protocol):
         """For the statistics."""
         ...
 
+    @property
+    def device_offset(self) -> int:
+        """What an address in the region is more on the device, where kernels write to it, than it is here."""
+        ...
+
     def run(self, work: Callable[[], object]) -> None:
         """`work` enqueues operations of its own."""
         ...
@@ -56,9 +63,14 @@ class Stream(Protocol):
 
     def to_device(self, to: int, source: int, size: int) -> None: ...
 
+    def stores(self, to: int, source: int, size: int) -> Launch | None:
+        """A launch that has a kernel do what `to_host` does, for the check at start; None where there is no kernel."""
+        ...
+
     def submit(self, round_: int, copies: Sequence[int], result: int, launch: int = 0) -> None:
         """A whole round in one go: the launch, the copies to the host (to, source, size, one after the other), `gathered`, the
-        wait, the reply into `result` on the device, `consumed`. `launch` is the address of a `Launch`, 0 for none.
+        wait, the reply into `result` on the device, `consumed`. `launch` is the address of a `Launch`, 0 for none; what it
+        writes into the region by itself is not copied.
 
         Raises DriverError; what was enqueued before the refusal stays, and may park the stream until everything is failed.
         """
@@ -88,6 +100,9 @@ _CALLS: Final[dict[str, tuple[Any, ...]]] = {
     "cuStreamWriteValue32_v2": (_POINTER, _U64, _U32, ctypes.c_uint),
     "cuStreamWaitValue32_v2": (_POINTER, _U64, _U32, ctypes.c_uint),
     "cuLaunchKernel": (_POINTER, *[ctypes.c_uint] * 7, _POINTER, _POINTER, _POINTER),
+    "cuModuleLoadData": (_POINTER, _POINTER),
+    "cuModuleGetFunction": (_POINTER, _POINTER, ctypes.c_char_p),
+    "cuModuleUnload": (_POINTER,),
     "cuStreamQuery": (_POINTER,),
     "cuGetErrorString": (ctypes.c_int, _POINTER),
 }
@@ -101,7 +116,13 @@ _OF_A_ROUND: Final = {
     Call.WRITE_GATHERED: "cuStreamWriteValue32_v2",
     Call.WAIT_RELEASED: "cuStreamWaitValue32_v2",
 }
-_NAMES: Final = {**_OF_A_ROUND, Call.WRITE_CONSUMED: "cuStreamWriteValue32_v2"}
+_BATCH: Final = "cuStreamBatchMemOp_v2"
+_NAMES: Final = {
+    **_OF_A_ROUND,
+    Call.WRITE_CONSUMED: "cuStreamWriteValue32_v2",
+    Call.GATHERED_AND_WAIT: _BATCH,
+    Call.TAKE_REPLY: "cuLaunchKernel",
+}
 
 
 class _Driver:
@@ -133,14 +154,61 @@ class _Driver:
             raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({result})")
 
 
-class CudaStream:
-    """The stream that is current when a round is enqueued. Made, used and closed by the engine thread."""
+class _TakeReply:
+    """The kernel of `take_reply`, compiled by the driver and launched once: a load while a stream waits for a round would wait
+    for it."""
 
-    mechanism: Final = "stream memory operations"
+    def __init__(self, driver: _Driver, stream: int, page: HostPage, device_page: int) -> None:
+        """Raises DriverError."""
+        self._driver = driver
+        self._page = page
+        self._consumed = device_page + page.info.consumed_offset
+        self._module = ctypes.c_void_p()
+        function = ctypes.c_void_p()
+        calls = driver.library
+        driver.check("cuModuleLoadData", calls.cuModuleLoadData(ctypes.byref(self._module), take_reply.PTX))
+        try:
+            driver.check(
+                "cuModuleGetFunction",
+                calls.cuModuleGetFunction(ctypes.byref(function), self._module, take_reply.NAME),
+            )
+            self.function: Final = function.value or 0
+            self._launch_on_nothing(stream)
+        except DriverError:
+            self.close()
+            raise
+
+    def launch(self, to: int, source: int, words: int) -> Launch:
+        """As for a reply; `consumed` stays what it is, if no round is under way."""
+        launch = Launch(self.function, TAKE_REPLY_THREADS, 0, 5)
+        launch.fill(1, 1, source, to, words, self._consumed, self._page.words().consumed)
+        return launch
+
+    def _launch_on_nothing(self, stream: int) -> None:
+        launch = self.launch(0, 0, 0)
+        result = self._driver.library.cuLaunchKernel(
+            launch.function, *launch.grid, launch.threads, 1, 1, 0, stream, launch.parameters, None
+        )
+        self._driver.check("cuLaunchKernel", result)
+
+    def close(self) -> None:
+        """The stream is idle."""
+        self._driver.library.cuModuleUnload(self._module)
+
+
+class CudaStream:
+    """The stream that is current when a round is enqueued. Made, used and closed by the engine thread.
+
+    What a driver lacks is done in more calls: a write and a wait where it has no batches, a copy and a write where it cannot
+    compile the kernel that takes the reply.
+    """
 
     def __init__(self, region: Region, page: HostPage, current: Callable[[], int]) -> None:
         """Registers the region with the driver; `current` says which stream is the current one. Raises DriverError."""
         self._driver = _Driver()
+        self._page = page
+        self._take_reply: _TakeReply | None = None
+        self._lacks: list[str] = []
         calls = self._driver.library
         self._address = region.address
         self._current = current
@@ -159,12 +227,42 @@ class CudaStream:
         except DriverError:
             self.close()
             raise
+        self.device_offset: Final = base.value - region.address
+        device_page = page.info.address + self.device_offset
+        batch, kernel = self._batches(device_page), self._reply_taker(device_page)
+        calls_of_a_round = DeviceCalls(*(self._driver.address(name) for name in _OF_A_ROUND.values()))
         self._submitter = Submitter(
             page,
-            DeviceCalls(*(self._driver.address(name) for name in _OF_A_ROUND.values())),
-            device_page=base.value + page.info.address - region.address,
+            calls_of_a_round._replace(batch=batch, take_reply=kernel),
+            device_page=device_page,
             max_copies=region.max_copies,
         )
+
+    @property
+    def mechanism(self) -> str:
+        return "; ".join(["stream memory operations", *self._lacks])
+
+    def _batches(self, device_page: int) -> int:
+        """The address of the call for a batch; 0 where the driver has none or refuses one that changes nothing."""
+        try:
+            call = getattr(self._driver.library, _BATCH)
+            call.argtypes, call.restype = (_POINTER, ctypes.c_uint, _POINTER, ctypes.c_uint), ctypes.c_int
+            gathered = device_page + self._page.info.gathered_offset
+            operation = Operation(WRITE_VALUE, 0, gathered, self._page.words().gathered)
+            self._driver.check(_BATCH, call(self._current(), 1, ctypes.byref(operation), 0))
+        except (AttributeError, DriverError) as error:
+            self._lacks.append(f"without batches: {error}")
+            return 0
+        return self._driver.address(_BATCH)
+
+    def _reply_taker(self, device_page: int) -> int:
+        """The handle of the kernel that takes a reply; 0 where it cannot be had."""
+        try:
+            self._take_reply = _TakeReply(self._driver, self._current(), self._page, device_page)
+        except DriverError as error:
+            self._lacks.append(f"replies are copied: {error}")
+            return 0
+        return self._take_reply.function
 
     def run(self, work: Callable[[], object]) -> None:
         work()
@@ -178,6 +276,9 @@ class CudaStream:
         result = self._copy_to_device(to, source, size, self._current())
         if result:
             self._driver.check("cuMemcpyHtoDAsync", result)
+
+    def stores(self, to: int, source: int, size: int) -> Launch | None:
+        return None if self._take_reply is None else self._take_reply.launch(to + self.device_offset, source, size // 4)
 
     def submit(self, round_: int, copies: Sequence[int], result: int, launch: int = 0) -> None:
         status = self._submitter.submit(self._current(), round_, copies, result, launch)
@@ -201,6 +302,9 @@ class CudaStream:
         return True
 
     def close(self) -> None:
+        if self._take_reply is not None:
+            self._take_reply.close()
+            self._take_reply = None
         if self._is_registered:
             self._is_registered = False
             result = self._driver.library.cuMemHostUnregister(self._address)
@@ -219,6 +323,8 @@ _LaunchCall: Final = ctypes.CFUNCTYPE(
 )
 _CopyCall: Final = ctypes.CFUNCTYPE(ctypes.c_int, _U64, _U64, _SIZE, _POINTER)
 _ValueCall: Final = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, _U64, _U32, ctypes.c_uint)
+_BatchCall: Final = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, ctypes.c_uint, ctypes.POINTER(Operation), ctypes.c_uint)
+_TAKE_REPLY: Final = 1  # the handle of the kernel that takes a reply
 _RAISED: Final = 1  # what a call returns whose Python raised
 _MAX_COPIES: Final = 64
 
@@ -230,26 +336,34 @@ class HostStream:
     """
 
     mechanism: Final = "a thread in place of a stream"
+    device_offset: Final = 0
 
-    def __init__(self, page: HostPage) -> None:
+    def __init__(self, page: HostPage, *, is_plain: bool = False) -> None:
+        """`is_plain`: as a driver without batches and without a kernel that takes replies."""
         self._page = page
+        self.kernels: dict[int, Callable[[], object]] = {}  # what a launch does, by the function's handle, each once
         self._raised: BaseException | None = None  # by a call of the submission at hand
         info = page.info
-        words = {
+        self._is_plain = is_plain
+        self._words = {
             info.address + info.gathered_offset: lambda round_: self.write_gathered(round_),
             info.address + info.released_offset: lambda round_: self.wait_released(round_),
             info.address + info.consumed_offset: lambda round_: self.write_consumed(round_),
         }
         self._driver = (
-            _LaunchCall(lambda function, *shape_and_more: self._answer(self.launch, function or 0)),
+            _LaunchCall(self._launched),
             _CopyCall(lambda to, source, size, _: self._answer(self.to_host, to, source, size)),
             _CopyCall(lambda to, source, size, _: self._answer(self.to_device, to, source, size)),
-            _ValueCall(lambda _, address, value, __: self._answer(words[address], value)),
+            _ValueCall(lambda _, address, value, __: self._answer(self._words[address], value)),
+            _BatchCall(lambda _, count, operations, __: self._answer(self._batched, operations[:count])),
         )
-        launch, to_host, to_device, value = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in self._driver)
+        launch, to_host, to_device, value, batch = (
+            ctypes.cast(call, ctypes.c_void_p).value or 0 for call in self._driver
+        )
+        quick = () if is_plain else (batch, _TAKE_REPLY)
         self._submitter = Submitter(
             page,
-            DeviceCalls(launch, to_host, to_device, value, value),
+            DeviceCalls(launch, to_host, to_device, value, value, *quick),
             device_page=info.address,
             max_copies=_MAX_COPIES,
         )
@@ -272,9 +386,18 @@ class HostStream:
     def to_device(self, to: int, source: int, size: int) -> None:
         self.run(lambda: ctypes.memmove(to, source, size))
 
+    def stores(self, to: int, source: int, size: int) -> Launch | None:
+        if self._is_plain:
+            return None
+        launch = Launch(2, 1, 0, 1)
+        self.kernels[launch.function] = lambda: ctypes.memmove(to, source, size)
+        return launch
+
     def launch(self, function: int) -> None:
-        """Nothing of the host's can be launched."""
-        raise DriverError(f"function {function:#x} cannot be launched without a device")
+        """Raises DriverError where nobody has said what `function` does."""
+        if function not in self.kernels:
+            raise DriverError(f"function {function:#x} cannot be launched without a device")
+        self.run(self.kernels.pop(function))
 
     def submit(self, round_: int, copies: Sequence[int], result: int, launch: int = 0) -> None:
         self._raised = None
@@ -284,7 +407,23 @@ class HostStream:
         if status is not Status.OK:
             raise DriverError(f"a round was submitted to a page that is {status.name.lower()}")
 
-    def _answer(self, work: Callable[..., object], *arguments: int) -> int:
+    def take_reply(self, reply: int, result: int, words: int, round_: int) -> None:
+        self.to_device(result, reply, 4 * words)
+        self.write_consumed(round_)
+
+    def _launched(self, function: int | None, *shape_and_more: Any) -> int:
+        if function != _TAKE_REPLY:
+            return self._answer(self.launch, function or 0)
+        parameters = shape_and_more[-2]
+        kinds = (_U64, _U64, _U32, _U64, _U32)
+        reply, result, words, _, round_ = (kind.from_address(parameters[at]).value for at, kind in enumerate(kinds))
+        return self._answer(self.take_reply, reply, result, words, round_)
+
+    def _batched(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            self._words[operation.address](operation.value)
+
+    def _answer(self, work: Callable[..., object], *arguments: Any) -> int:
         """As a driver does: no exception passes through the helper."""
         try:
             work(*arguments)
@@ -381,7 +520,12 @@ def _test_round(stream: Stream, region: Region, page: HostPage, scratch: int, ro
     ctypes.memmove(sent, out, size)
     ctypes.memset(back, 0, size)
     stream.to_device(scratch, sent, size)
-    stream.submit(round_, (back, scratch, size), scratch)
+    # Of the two rounds one has its data copied, and the other, where it can, written by a kernel.
+    launch = stream.stores(back, scratch, size) if turn else None
+    if launch is None:
+        stream.submit(round_, (back, scratch, size), scratch)
+    else:
+        stream.submit(round_, (), scratch, launch.address)
     stream.to_host(sent, scratch, size)
 
     deadline = time.monotonic_ns() + int(_TEST_S * 1e9)
@@ -389,7 +533,8 @@ def _test_round(stream: Stream, region: Region, page: HostPage, scratch: int, ro
     if status is not Status.OK:
         raise SelfTestError(f"the CPU did not see `gathered` within {_TEST_S:g} s ({status.name})")
     if ctypes.string_at(back, size) != out:
-        raise SelfTestError("`gathered` was seen before the data that was copied in front of it")
+        how = "copied" if launch is None else "written by a kernel"
+        raise SelfTestError(f"`gathered` was seen before the data that was {how} in front of it")
     time.sleep(_PARKED_S)
     if distance(page.words().consumed, round_) >= 0:
         raise SelfTestError("the stream passed the wait before anything was published")

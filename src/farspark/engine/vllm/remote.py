@@ -6,7 +6,6 @@ torch and numpy, no vLLM: the speculators of all policies and versions are thin 
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from farspark.engine.config import AsyncSettings, EngineConfig, OnFail, Policy
 from farspark.engine.depth import OFF, POLICY, plan_n_out
 from farspark.engine.gather.forms import make_gather
 from farspark.engine.gather.layout import GatherShape
+from farspark.engine.gather.streams import current_stream
 from farspark.engine.gather.torch_gather import StepTensors
 from farspark.engine.handoff.handoff import (
     DeviceBuffers,
@@ -340,8 +340,7 @@ def _cuda_stream(device: torch.device) -> MakeStream:
     """The current stream of `device`. Raises HandoffRefusedError."""
     if device.type != "cuda":
         raise HandoffRefusedError(f"the device is {device.type}, whose streams cannot wait for a word in memory")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    current = functools.partial(torch._C._cuda_getCurrentRawStream, index)
+    current = current_stream(device)
     return lambda region, page: CudaStream(region, page, current)
 
 
