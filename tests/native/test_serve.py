@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import random
 import signal
@@ -11,7 +12,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.native.test_round_calls import BUILD, CONTEXT, NEED, SESSION, VOCAB, 
 from farspark.engine import replies
 from farspark.engine.replies import find_fault
 from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
+from farspark.native import Status
 from farspark.native.build import ROUNDCALLS, compile_library
 from farspark.native.round_calls import (
     CAME,
@@ -44,6 +46,8 @@ M, ROW_BYTES, MAX_ROWS, ROUND, SEQUENCE, STEP_ID, DEPTH = 6, 24, 20, 77, 5, 7, 2
 PAGE, WON, LOST = 0xABCD, 0, 1
 LAYOUT = ResultLayout(M, N)
 Publish = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32)
+Wait = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint32, *[ctypes.c_int64] * 3)
+SPIN_NS, NAP_NS, UNTIL_NS = 3, 4, 1 << 40
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +65,7 @@ class Bench:
     ours: socket.socket
     theirs: socket.socket
     verdict: int = WON
+    awaited: int = 0  # how the wait for the data ends
     published: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,21 +77,29 @@ class Bench:
         self.head = bytearray()
         self.memory = bytearray(1 << 16)
         self.publish = Publish(self.take)
+        self.wait = Wait(self.wait_gathered)
+        self.when_gathered: Callable[[], None] = lambda: None
 
     def take(self, page: int, round_: int, reply: int, size: int) -> int:
         assert (page, round_, size) == (PAGE, ROUND, 4 * LAYOUT.size)
         self.published.append(ctypes.string_at(reply, size))
         return self.verdict
 
+    def wait_gathered(self, *arguments: int) -> int:
+        assert arguments == (PAGE, ROUND, SPIN_NS, NAP_NS, UNTIL_NS)
+        self.when_gathered()
+        return self.awaited
+
     def serve(
         self, entries: list[Entry], *, timeout_ns: int = 20_000_000, limit: int = 1 << 16, **changes: Any
-    ) -> Served | None:
+    ) -> Served | int:
         """Entries as Python would send them for the metadata in `shared`."""
         n = len(entries)
         values: dict[str, Any] = {
             "session": SESSION,
             "step_id": STEP_ID,
             "at_publish": ctypes.cast(self.publish, ctypes.c_void_p).value,
+            "at_wait": ctypes.cast(self.wait, ctypes.c_void_p).value,
             "at_page": PAGE,
             "at_record": self.record.ctypes.data,
             "at_meta": self.shared.ctypes.data,
@@ -94,6 +107,8 @@ class Bench:
             "at_reply": self.reply.ctypes.data,
             "rows_room": len(self.rows),
             "timeout_ns": timeout_ns,
+            "wait_spin_ns": SPIN_NS,
+            "wait_nap_ns": NAP_NS,
             "round": ROUND,
             "requests": n,
             "row_bytes": ROW_BYTES,
@@ -113,7 +128,7 @@ class Bench:
         self.meta, self.head = np.full((n, 4), -1, dtype=np.int32), bytearray(head_room(n))
         self.memory = bytearray(1 << 16)
         return self.calls.serve(
-            packed, said, self.meta, self.head, self.memory, SEQUENCE, self.ours.fileno(), limit, 2_000
+            packed, said, self.meta, self.head, self.memory, SEQUENCE, self.ours.fileno(), limit, 2_000, UNTIL_NS
         )
 
     def sent(self) -> bytes:
@@ -208,13 +223,13 @@ def test_random_rounds_go_as_python_has_them(bench: Bench, monkeypatch: pytest.M
         served = bench.serve(entries)
         came = bench.sent()
         if not is_sound:
-            assert served is None
+            assert served == 0
             assert not came
             assert not bench.published
             seen["declined"] += 1
             continue
-        assert served is not None
-        head_bytes, sent_ns, answered_ns, ended_ns, status, got = served
+        assert isinstance(served, tuple)
+        head_bytes, gathered_ns, sent_ns, answered_ns, ended_ns, status, got = served
         head, rows = head_of(entries), sum(one.n_rows for one in entries) * ROW_BYTES
         assert bytes(bench.head[:head_bytes]) == head
         assert came == framed(head + bytes(bench.rows[:rows]))
@@ -227,7 +242,7 @@ def test_random_rounds_go_as_python_has_them(bench: Bench, monkeypatch: pytest.M
             continue
         # Whatever is published, Python finds right and packs in the same way.
         assert status == bench.verdict
-        assert 0 < sent_ns <= answered_ns <= ended_ns
+        assert 0 < gathered_ns <= sent_ns <= answered_ns <= ended_ns
         read = codec.decode_answer(memoryview(frame), SESSION, SEQUENCE)
         assert read is not None
         assert not find_fault(
@@ -263,9 +278,31 @@ def test_a_sound_answer_is_published(bench: Bench) -> None:
     entries, reply = sound(bench)
     bench.theirs.send(framed(answer(reply)))
     served = bench.serve(entries)
-    assert served is not None
-    assert served[4] == WON
+    assert isinstance(served, tuple)
+    assert served[5] == WON
     assert bench.published == [result_of(entries, reply)]
+
+
+def test_what_the_device_says_is_read_once_its_data_is_there(bench: Bench) -> None:
+    entries, reply = sound(bench)
+    bench.theirs.send(framed(answer(reply)))
+    bench.shared[:] = 0
+    bench.when_gathered = functools.partial(describe, bench, entries)
+    served = bench.serve(entries)
+    assert isinstance(served, tuple)
+    assert served[5] == WON
+    assert (bench.meta == bench.shared[: len(entries)]).all()
+
+
+@pytest.mark.parametrize("awaited", [Status.TIMED_OUT, Status.FINISHED, Status.ENDED, Status.CLOSED, Status.INVALID])
+def test_a_round_that_is_not_gathered_is_not_begun_and_the_status_comes_back(bench: Bench, awaited: Status) -> None:
+    entries, reply = sound(bench)
+    bench.theirs.send(framed(answer(reply)))
+    bench.awaited = awaited
+    assert bench.serve(entries) == awaited
+    assert (bench.meta == -1).all()
+    assert not bench.sent()
+    assert not bench.published
 
 
 @pytest.mark.parametrize(
@@ -280,7 +317,7 @@ def test_a_sound_answer_is_published(bench: Bench) -> None:
 def test_a_round_out_of_the_ordinary_is_not_begun(bench: Bench, change: dict[str, Any]) -> None:
     entries, reply = sound(bench)
     bench.theirs.send(framed(answer(reply)))
-    assert bench.serve(entries, **change) is None
+    assert bench.serve(entries, **change) == 0
     assert not bench.sent()
     assert not bench.published
 
@@ -292,8 +329,8 @@ def test_an_answer_out_of_the_ordinary_is_pythons(bench: Bench, change: dict[str
     entries, reply = sound(bench)
     bench.theirs.send(framed(answer(reply)))
     served = bench.serve(entries, **change)
-    assert served is not None
-    assert (served[4], type(served[5])) == (UNPUBLISHED, memoryview)
+    assert isinstance(served, tuple)
+    assert (served[5], type(served[6])) == (UNPUBLISHED, memoryview)
     assert not bench.published
 
 
@@ -302,25 +339,25 @@ def test_an_answer_that_is_late_or_does_not_come(bench: Bench) -> None:
     began = time.monotonic()
     served = bench.serve(entries, timeout_ns=30_000_000)
     assert 0.03 <= time.monotonic() - began < 1
-    assert served is not None
-    assert served[4:] == (UNPUBLISHED, LATE)
+    assert isinstance(served, tuple)
+    assert served[5:] == (UNPUBLISHED, LATE)
     whole = framed(answer(reply))
     bench.theirs.send(whole[:10])
     served = bench.serve(entries)
-    assert served is not None
-    assert served[4:] == (UNPUBLISHED, 4 * 10 | LATE)
+    assert isinstance(served, tuple)
+    assert served[5:] == (UNPUBLISHED, 4 * 10 | LATE)
     bench.theirs.send(whole + whole[:3])  # more than one frame
     served = bench.serve(entries)
-    assert served is not None
-    assert served[4:] == (UNPUBLISHED, 4 * (len(whole) + 3) | CAME)
+    assert isinstance(served, tuple)
+    assert served[5:] == (UNPUBLISHED, 4 * (len(whole) + 3) | CAME)
     bench.theirs.send(whole)
     served = bench.serve(entries, limit=10)
-    assert served is not None
-    assert served[4:] == (UNPUBLISHED, 4 * len(whole) | CAME)
+    assert isinstance(served, tuple)
+    assert served[5:] == (UNPUBLISHED, 4 * len(whole) | CAME)
     bench.theirs.shutdown(socket.SHUT_WR)
     served = bench.serve(entries)
-    assert served is not None
-    assert served[4:] == (UNPUBLISHED, ENDED)
+    assert isinstance(served, tuple)
+    assert served[5:] == (UNPUBLISHED, ENDED)
     assert not bench.published
 
 
@@ -328,9 +365,9 @@ def test_a_peer_that_is_gone_is_an_error_that_python_raises(bench: Bench) -> Non
     entries, _ = sound(bench)
     bench.theirs.close()
     served = bench.serve(entries)
-    assert served is not None
-    assert isinstance(served[5], BrokenPipeError)
-    assert served[4] == UNPUBLISHED
+    assert isinstance(served, tuple)
+    assert isinstance(served[6], BrokenPipeError)
+    assert served[5] == UNPUBLISHED
 
 
 def test_what_does_not_fit_is_pythons_to_send(bench: Bench) -> None:
@@ -342,8 +379,8 @@ def test_what_does_not_fit_is_pythons_to_send(bench: Bench) -> None:
         pass
     entries, _ = sound(bench)
     served = bench.serve(entries)
-    assert served is not None
-    assert served[4:] == (UNPUBLISHED, -1)
+    assert isinstance(served, tuple)
+    assert served[5:] == (UNPUBLISHED, -1)
     assert bytes(bench.head[: served[0]]) == head_of(entries)
 
 
@@ -366,8 +403,8 @@ def test_a_signal_is_handled_in_the_middle_of_a_round(bench: Bench) -> None:
     finally:
         thread.join()
         signal.signal(signal.SIGUSR1, before)
-    assert served is not None
-    assert served[4] == WON
+    assert isinstance(served, tuple)
+    assert served[5] == WON
     assert len(bench.published) == 1
     assert handled
     head, rows = head_of(entries), sum(one.n_rows for one in entries) * ROW_BYTES
@@ -377,7 +414,7 @@ def test_a_signal_is_handled_in_the_middle_of_a_round(bench: Bench) -> None:
 @pytest.mark.parametrize("place", ["round", "meta"])
 def test_memory_of_another_size_is_refused(bench: Bench, place: str) -> None:
     entries, _ = sound(bench)
-    packed = pack_round(OrdinaryRound._make([*[1] * 11, len(entries), *[1] * 10]), [0] * 4 * len(entries))
+    packed = pack_round(OrdinaryRound._make([*[1] * 14, len(entries), *[1] * 10]), [0] * 4 * len(entries))
     meta: npt.NDArray[np.int32] = np.zeros((len(entries), 4), dtype=np.int32)
     with pytest.raises(ValueError, match="not a round"):
         bench.calls.serve(
@@ -389,5 +426,6 @@ def test_memory_of_another_size_is_refused(bench: Bench, place: str) -> None:
             1,
             bench.ours.fileno(),
             4096,
+            0,
             0,
         )

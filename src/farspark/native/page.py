@@ -401,9 +401,12 @@ class HostPage:
         status = self._calls.hostflag_publish(self._handle, round_, reply.address, reply.size)
         return self._outcome(status, "publish")
 
-    def publisher(self) -> tuple[int, int]:
-        """The address of `hostflag_publish`, and the page as it takes it: for native code that publishes by itself."""
-        return ctypes.cast(self._calls.hostflag_publish, ctypes.c_void_p).value or 0, self._handle.value or 0
+    def native_calls(self) -> tuple[int, int, int]:
+        """The addresses of `hostflag_publish` and `hostflag_wait_gathered`, and the page as they take it: for native code that
+        serves rounds by itself."""
+        calls = self._calls.hostflag_publish, self._calls.hostflag_wait_gathered
+        publish, wait = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls)
+        return publish, wait, self._handle.value or 0
 
     def fail(self, round_: int) -> Status:
         """The same with zeros. OK, LOST, LATE, CLOSED. Raises HostflagError: not gathered yet."""

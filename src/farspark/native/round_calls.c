@@ -369,22 +369,27 @@ static bool hold_serving(serving *held, PyObject *const *given)
 }
 
 typedef struct served {
+    int awaited;       /* how the wait for the round's data ended; 0: it is there */
     size_t head_bytes; /* 0: it was not begun */
     ssize_t sent;      /* of the frame and its length; -1 with `error` */
     bool is_out;
     int outcome; /* of the reading; -1 with `error` */
     int error;
     int status; /* hostflag_publish's, or UNPUBLISHED */
-    int64_t sent_ns, answered_ns, ended_ns;
+    int64_t gathered_ns, sent_ns, answered_ns, ended_ns;
 } served;
 
-/* Everything up to the first wait. */
-static void begin_serving(const serving *held, uint64_t sequence, reading *in, served *how)
+/* Everything up to the wait for the answer. */
+static void begin_serving(const serving *held, uint64_t sequence, int64_t wait_until_ns, reading *in, served *how)
 {
     const roundcalls_round *round = held->round.buf;
     unsigned char *head = held->head.buf;
     size_t rows_bytes = 0;
     outgoing frame;
+    how->awaited = round->wait(round->page, round->round, round->spin_ns, round->nap_ns, wait_until_ns);
+    if (how->awaited != 0)
+        return;
+    how->gathered_ns = now_ns();
     if (memcmp(round->record, held->record.buf, (size_t)held->record.len) != 0)
         return;
     memcpy(held->meta.buf, round->meta, round->requests * 4 * sizeof(int32_t));
@@ -414,7 +419,7 @@ static void end_serving(const roundcalls_round *round, uint64_t sequence, const 
     }
 }
 
-/* serve(round, record, meta, head, memory, sequence, descriptor, limit, spin_ns) */
+/* serve(round, record, meta, head, memory, sequence, descriptor, limit, spin_ns, wait_until_ns) */
 static PyObject *serve_round(PyObject *Py_UNUSED(self), PyObject *const *given, Py_ssize_t count)
 {
     served how = {.outcome = CAME, .status = UNPUBLISHED};
@@ -422,12 +427,14 @@ static PyObject *serve_round(PyObject *Py_UNUSED(self), PyObject *const *given, 
     PyObject *got;
     serving held;
     uint64_t sequence;
-    if (!has_arguments(count, 9))
+    int64_t wait_until_ns;
+    if (!has_arguments(count, 10))
         return NULL;
     sequence = PyLong_AsUnsignedLongLong(given[5]);
     in.fd = (int)PyLong_AsLong(given[6]);
     in.limit = PyLong_AsSize_t(given[7]);
     in.spin_ns = PyLong_AsLongLong(given[8]);
+    wait_until_ns = PyLong_AsLongLong(given[9]);
     if (PyErr_Occurred() || !hold_serving(&held, given))
         return NULL;
     in.memory = held.memory.buf;
@@ -435,7 +442,7 @@ static PyObject *serve_round(PyObject *Py_UNUSED(self), PyObject *const *given, 
     for (bool is_first = true;; is_first = false) {
         Py_BEGIN_ALLOW_THREADS
         if (is_first)
-            begin_serving(&held, sequence, &in, &how);
+            begin_serving(&held, sequence, wait_until_ns, &in, &how);
         if (how.is_out) {
             how.outcome = read_frame(&in);
             how.error = errno;
@@ -454,7 +461,7 @@ static PyObject *serve_round(PyObject *Py_UNUSED(self), PyObject *const *given, 
     }
     let_go(&held, SERVING_BUFFERS);
     if (how.head_bytes == 0)
-        Py_RETURN_NONE;
+        return PyLong_FromLong(how.awaited);
     if (how.sent < 0 || how.outcome < 0) {
         errno = how.error;
         got = PyObject_CallFunction(PyExc_OSError, "is", how.error, strerror(how.error));
@@ -462,8 +469,8 @@ static PyObject *serve_round(PyObject *Py_UNUSED(self), PyObject *const *given, 
         got = how.is_out ? outcome_of(given[4], &in, how.outcome) : PyLong_FromSsize_t(-1 - how.sent);
     }
     return got == NULL ? NULL
-                       : Py_BuildValue("nLLLiN", (Py_ssize_t)how.head_bytes, (long long)how.sent_ns, (long long)how.answered_ns,
-                                       (long long)how.ended_ns, how.status, got);
+                       : Py_BuildValue("nLLLLiN", (Py_ssize_t)how.head_bytes, (long long)how.gathered_ns, (long long)how.sent_ns,
+                                       (long long)how.answered_ns, (long long)how.ended_ns, how.status, got);
 }
 
 static int add_all(PyObject *to, PyMethodDef *functions, PyObject *self)

@@ -17,7 +17,7 @@
 #define ROUNDCALLS_API __attribute__((visibility("default")))
 
 /* Of the functions together: any change of them is another version. */
-#define ROUNDCALLS_VERSION 3u
+#define ROUNDCALLS_VERSION 4u
 #define ROUNDCALLS_NEVER INT64_MAX
 
 ROUNDCALLS_API uint32_t roundcalls_version(void);
@@ -32,12 +32,14 @@ typedef struct roundcalls_request {
     uint32_t slot, generation, first_pos, k_window;
 } roundcalls_request;
 
-/* roundcalls_publish is hostflag_publish. */
+/* hostflag_publish and hostflag_wait_gathered. */
 typedef int roundcalls_publish(void *page, uint32_t round, const void *reply, uint32_t bytes);
+typedef int roundcalls_wait(void *page, uint32_t round, int64_t spin_ns, int64_t nap_ns, int64_t deadline_ns);
 
 typedef struct roundcalls_round {
     uint64_t session, step_id;
     roundcalls_publish *publish;
+    roundcalls_wait *wait;
     void *page;
     const unsigned char *record; /* what the host has said of the round, as it must still be */
     const int32_t *meta;         /* what the device says of it: first position, rows, anchor token, whether drafts are wanted */
@@ -45,6 +47,7 @@ typedef struct roundcalls_round {
     int32_t *reply;              /* the result, as engine/result.py has it */
     uint64_t rows_room;          /* bytes that may lie at `rows` */
     int64_t timeout_ns;          /* from the sending on */
+    int64_t spin_ns, nap_ns;     /* of the wait */
     uint32_t round, requests, row_bytes, context;
     uint32_t max_rows; /* of a STEP */
     uint32_t slots, num_drafts, n_out, vocab_size, depth;

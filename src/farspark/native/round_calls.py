@@ -28,9 +28,9 @@ Outcome = tuple[int, bool, int, object]
 """Of UCX: a status, whether the frame is out, the length of the one that is there, and what keeps the pieces where they are as
 long as it lives (None unless the status is HELD)."""
 R = TypeVar("R")
-Served = tuple[int, int, int, int, int, memoryview | int | OSError]
-"""Bytes of the head that went out; when the STEP was sent, answered and ended, in nanoseconds of CLOCK_MONOTONIC; how
-`hostflag_publish` ended, UNPUBLISHED where it was not called; and what `exchange` returns, or raises."""
+Served = tuple[int, int, int, int, int, int, memoryview | int | OSError]
+"""Bytes of the head that went out; when the data was seen, and the STEP sent, answered and ended, in nanoseconds of
+CLOCK_MONOTONIC; how `hostflag_publish` ended, UNPUBLISHED where it was not called; and what `exchange` returns, or raises."""
 UNPUBLISHED: Final = -1
 Made = tuple[type[Any], type[Any], type[Any], int, int]
 """Entry, EntryReply, DraftEntry; the statuses OK and PARTIAL_WINDOW."""
@@ -76,11 +76,14 @@ class RoundCalls(Protocol):
         descriptor: int,
         limit: int,
         spin_ns: int,
+        wait_until_ns: int,
         /,
-    ) -> Served | None:
-        """A whole ordinary round of an engine's, as `pack_round` made it: its data is there, and `record` is what the host has
-        said of it. Fills `meta`, int32 [n, 4] in writable memory, and `head` (`head_room` bytes), and publishes the result if the
-        answer has drafts for everybody and no fault. None: something is out of the ordinary, and nothing was done.
+    ) -> Served | int:
+        """A whole ordinary round of an engine's, as `pack_round` made it: `record` is what the host has said of it. Waits for its
+        data, fills `meta`, int32 [n, 4] in writable memory, and `head` (`head_room` bytes), and publishes the result if the
+        answer has drafts for everybody and no fault.
+
+        A number: how `hostflag_wait_gathered` ended, and nothing was done. 0, OK, if something is out of the ordinary.
         """
         ...
 
@@ -160,7 +163,7 @@ class UcxCalls(Protocol):
         ...
 
 
-_ROUND: Final = struct.Struct("<9Qq12I")
+_ROUND: Final = struct.Struct("<10Q3q12I")
 
 
 class OrdinaryRound(NamedTuple):
@@ -169,6 +172,7 @@ class OrdinaryRound(NamedTuple):
     session: int
     step_id: int
     at_publish: int
+    at_wait: int
     at_page: int
     at_record: int
     at_meta: int
@@ -176,6 +180,8 @@ class OrdinaryRound(NamedTuple):
     at_reply: int
     rows_room: int
     timeout_ns: int
+    wait_spin_ns: int
+    wait_nap_ns: int
     round: int
     requests: int
     row_bytes: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,10 +15,12 @@ from tests.engine.handoff.conftest import Open
 from farspark.engine.breaker import State
 from farspark.engine.client import Answered, Client
 from farspark.engine.config import AsyncProxy
-from farspark.engine.handoff.ordinary import OrdinaryRounds
+from farspark.engine.handoff import proxy as proxy_module
+from farspark.engine.handoff.ordinary import OrdinaryRounds, Served
 from farspark.engine.handoff.thread import ProxyThread
 from farspark.engine.result import PackedResult, RoundOutcome
 from farspark.engine.round import Deliver, RemoteRound, RoundInput, RoundRequest
+from farspark.native import Status
 from farspark.wire.layout import StepFlag
 
 
@@ -68,9 +71,9 @@ def test_a_step_that_the_books_do_not_know_ends_its_connection(
     """What was sent and what is noted must be the same: else nobody knows what the worker holds."""
     serve, rounds = OrdinaryRounds.serve, itertools.count()
 
-    def spoil(self: OrdinaryRounds, ready: Any) -> Any:
-        served = serve(self, ready)
-        if served is not None and next(rounds) == 3:
+    def spoil(self: OrdinaryRounds, ready: Any, until_ns: int) -> Any:
+        served = serve(self, ready, until_ns)
+        if isinstance(served, Served) and next(rounds) == 3:
             served.answered.head[40] ^= 1
         return served
 
@@ -170,19 +173,62 @@ def test_a_connection_that_is_in_use_or_was_replaced_is_not_lent(
     assert not connection.turn.locked()
 
 
-def test_declined_rounds_go_the_other_way(open_world: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["before it is awaited", "once it is there"])
+def test_declined_rounds_go_the_other_way(open_world: Open, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world, _ = open_world()
     side = world.handoff.side
     assert isinstance(side, ProxyThread)
-    ordinary = side._proxy._ordinary
+    proxy = side._proxy
+    ordinary = proxy._ordinary
     assert ordinary is not None
-    monkeypatch.setattr(ordinary, "_serve", _never)
+    declined = Counter[Status]()
+
+    def decline(*arguments: Any) -> Status:
+        status = proxy._page.wait_gathered(proxy._round, spin_ns=0, nap_ns=1000, deadline_ns=arguments[-1])
+        declined[status] += 1
+        return status
+
+    if when == "once it is there":
+        monkeypatch.setattr(ordinary, "_serve", decline)
+    else:
+        monkeypatch.setattr(side.talker.client, "lend", lambda connection: None)
     for _ in range(100):
         world.step()
     world.drain()
     assert world.tally.failed == 0
     assert "rounds_in_one_call" not in world.counters()
+    assert (declined[Status.OK] > 20) == (when == "once it is there")
 
 
-def _never(*arguments: Any) -> Any:
-    return None
+def test_a_long_wait_leaves_the_connection_to_others(open_world: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between rounds somebody must be able to say PING; the round that comes in the end is an ordinary one all the same."""
+    monkeypatch.setattr(proxy_module, "_KEPT_SLICES", 2)
+    world, _ = open_world(watchdog_s=30.0, spec={"timeout_s": 10.0})
+    side, handoff = world.handoff.side, world.handoff
+    assert isinstance(side, ProxyThread)
+    for _ in range(6):
+        world.step([world.row(0, 1)])
+    world.drain()
+    client = side.talker.client
+    connection = client.connection()
+    assert connection is not None
+    while (counted := world.counters())["rounds_ok"] < 6:
+        time.sleep(0.002)
+    before = counted["rounds_in_one_call"]
+    go_on = threading.Event()
+    handoff.stream.run(lambda: go_on.wait(20))  # a long step of the target's
+    world.step([world.row(0, 1)])
+    until = time.monotonic() + 10
+    while not connection.turn.locked() and time.monotonic() < until:
+        time.sleep(0.001)
+    assert connection.turn.locked()  # it is kept at first
+    free = 0
+    while free < 20 and time.monotonic() < until:
+        free = 0 if connection.turn.locked() else free + 1
+        time.sleep(0.002)
+    assert free == 20
+    go_on.set()
+    world.drain()
+    while world.counters()["rounds_in_one_call"] == before and time.monotonic() < until + 5:
+        time.sleep(0.002)
+    assert world.counters()["rounds_in_one_call"] == before + 1

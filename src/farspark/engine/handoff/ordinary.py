@@ -1,7 +1,7 @@
 """Rounds in which nothing is out of the ordinary, each in one native call without the GIL.
 
-All that can be known of a round before its data is there is laid ready while it is awaited. Once it is gathered, the call
-reads the metadata, sends, waits for the answer and publishes the result; `RemoteRound` keeps the books behind it, when no
+All that can be known of a round before its data is there is laid ready. The call waits for the data, reads the metadata, sends,
+waits for the answer and publishes the result, with no Python in between; `RemoteRound` keeps the books behind it, when no
 stream waits any more. Whatever is not ordinary is handed to it as it is then, and goes on as every other round does.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -43,18 +43,31 @@ class Served:
     answered: Answered
     meta: npt.NDArray[np.int32]
     is_published: bool | None  # None: it is not ordinary, and the result is still to be made; False: it was too late
+    gathered_ns: int
     ended_ns: int
 
 
 class OrdinaryRounds:
     """Owned by the thread that serves rounds."""
 
-    def __init__(self, page: HostPage, region: Region, talker: Talker, reply: Reply, calls: RoundCalls) -> None:
+    def __init__(
+        self,
+        page: HostPage,
+        region: Region,
+        talker: Talker,
+        reply: Reply,
+        calls: RoundCalls,
+        *,
+        spin_ns: int,
+        nap_ns: int,
+    ) -> None:
+        """`spin_ns` and `nap_ns` are of the wait for a round's data."""
         self._region = region
         self._talker = talker
         self._client: Client = talker.client
         self._reply = reply
-        self._publish, self._page = page.publisher()
+        self._publish, self._wait, self._page = page.native_calls()
+        self._spin_ns, self._nap_ns = spin_ns, nap_ns
         self._serve = calls.serve
 
     def lay_ready(self, round_: int, record: bytes, requests: Sequence[RoundRequest]) -> Ready | None:
@@ -78,6 +91,7 @@ class OrdinaryRounds:
             session=foreseen.connection.session,
             step_id=foreseen.step_id,
             at_publish=self._publish,
+            at_wait=self._wait,
             at_page=self._page,
             at_record=region.record_address(round_),
             at_meta=region.meta_address(round_),
@@ -85,6 +99,8 @@ class OrdinaryRounds:
             at_reply=self._reply.address,
             rows_room=len(region.rows),
             timeout_ns=int(foreseen.timeout_s * 1e9),
+            wait_spin_ns=self._spin_ns,
+            wait_nap_ns=self._nap_ns,
             round=round_,
             requests=n,
             row_bytes=model.row_bytes,
@@ -99,14 +115,18 @@ class OrdinaryRounds:
             reserved=0,
         )
 
-    def serve(self, ready: Ready) -> Served | None:
-        """The round is gathered. None: nothing was done. Else it goes to `RemoteRound.finish`, and then to `settle`."""
+    def serve(self, ready: Ready, wait_until_ns: int) -> Served | Status | None:
+        """Wait for the round's data and serve it. What was served goes to `RemoteRound.finish`, and then to `settle`.
+
+        Else nothing was done: a status is how the wait ended (OK: the data is there, and something is out of the ordinary); None:
+        nobody waited. While it waits nobody else has the connection.
+        """
         connection = ready.connection
         lent = self._client.lend(connection)
         if lent is None:
             return None
         descriptor, memory, limit, spin_ns = lent
-        served = None
+        served: tuple[Any, ...] | int = 0
         try:
             served = self._serve(
                 ready.packed,
@@ -118,13 +138,14 @@ class OrdinaryRounds:
                 descriptor,
                 limit,
                 spin_ns,
+                wait_until_ns,
             )
         finally:
-            if served is None:
+            if isinstance(served, int):
                 self._client.end_loan(connection)
-        if served is None:
-            return None
-        head_bytes, sent_ns, answered_ns, ended_ns, status, got = served
+        if isinstance(served, int):
+            return Status(served)
+        head_bytes, gathered_ns, sent_ns, answered_ns, ended_ns, status, got = served
         is_published = None if status == UNPUBLISHED else status == Status.OK
         answered = Answered(
             connection,
@@ -133,7 +154,7 @@ class OrdinaryRounds:
             None if is_published is None else answered_ns / 1e9,
             got,
         )
-        return Served(answered, ready.meta, is_published, ended_ns)
+        return Served(answered, ready.meta, is_published, gathered_ns, ended_ns)
 
     def settle(self, served: Served) -> None:
         """`finish` is over, however it ended."""
@@ -143,9 +164,11 @@ class OrdinaryRounds:
             self._client.drop(connection, "what came of a STEP was lost")
 
 
-def open_ordinary_rounds(page: HostPage, region: Region, talker: Talker, reply: Reply) -> OrdinaryRounds | None:
+def open_ordinary_rounds(
+    page: HostPage, region: Region, talker: Talker, reply: Reply, *, spin_ns: int, nap_ns: int
+) -> OrdinaryRounds | None:
     """None where no round of this engine's can be ordinary."""
     model, calls = region.shape.model, ready_round_calls()
     if calls is None or model.support or model.slots > _MAX_REQUESTS or model.num_drafts > _MAX_DRAFTS:
         return None
-    return OrdinaryRounds(page, region, talker, reply, calls)
+    return OrdinaryRounds(page, region, talker, reply, calls, spin_ns=spin_ns, nap_ns=nap_ns)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from farspark.engine.handoff.ordinary import Ready, open_ordinary_rounds
+from farspark.engine.handoff.ordinary import Ready, Served, open_ordinary_rounds
 from farspark.engine.handoff.region import KEPT, Region, distance, next_round
 from farspark.engine.result import PackedResult, RoundOutcome
 from farspark.engine.round import MetaColumn, Phase, RoundInput, RoundRequest, WindowPending
@@ -28,7 +28,9 @@ _LOOK_NS: Final = 1_000_000
 # The same where it has its core to itself: before the stream comes to the round there is time then to lay it ready.
 _LOOK_OFTEN_NS: Final = 20_000
 _DETAILS_EVERY_NS: Final = 500_000_000
-# The stream copies the metadata of round t + KEPT into the place of t's once it has passed round t + KEPT - 1.
+# For how many slices of a wait the round's connection is kept from everybody else: after a second it is time for a PING.
+_KEPT_SLICES: Final = 20
+# The stream writes the metadata of round t + KEPT into the place of t's once it has passed round t + KEPT - 1.
 _READABLE: Final = KEPT - 1
 
 
@@ -99,25 +101,21 @@ class Proxy:
         self._context = region.shape.model.context
         self._round = 0
         self._known: _Known | None = None  # of the round at hand, once the engine thread has said it
-        self._ordinary = open_ordinary_rounds(page, region, talker, self._reply)
+        self._ordinary = open_ordinary_rounds(page, region, talker, self._reply, spin_ns=spin_ns, nap_ns=nap_ns)
         self._ready: Ready | None = None  # for the round at hand
+        self._slices = 0  # for which it was awaited with its connection
 
     def run(self, first: int) -> Status:
         """Serve rounds from number `first` on; returns when everything was failed ahead (ENDED) or the page is gone (CLOSED)."""
-        self._round = first
+        self._round, self._slices = first, 0
         self._known = self._ready = None
         while True:
             self._region.beat()
             is_known = self._look_ahead()
             self._lay_ready()
-            status = self._page.wait_gathered(
-                self._round,
-                spin_ns=self._spin_ns,
-                nap_ns=self._nap_ns,
-                deadline_ns=time.monotonic_ns() + self._slice_ns(is_known=is_known),
-            )
+            status, served = self._await(time.monotonic_ns() + self._slice_ns(is_known=is_known))
             if status is Status.OK:
-                self._serve()
+                self._serve(served)
             elif status is Status.FINISHED:
                 self._skip()
             elif status is not Status.TIMED_OUT:
@@ -127,8 +125,26 @@ class Proxy:
                 continue
             self._region.note(self._round)
             self._tell(has_news=True)
-            self._round = next_round(self._round)
+            self._round, self._slices = next_round(self._round), 0
             self._known = self._ready = None
+
+    def _await(self, until_ns: int) -> tuple[Status, Served | None]:
+        """How the wait for the round at hand ended, and what came of it where it was served in the same call."""
+        if self._slices < _KEPT_SLICES:
+            served = self._serve_in_one_call(until_ns)
+            if isinstance(served, Served):
+                return Status.OK, served
+            if served is not None:
+                self._slices += 1
+                return served, None
+        status = self._page.wait_gathered(self._round, spin_ns=self._spin_ns, nap_ns=self._nap_ns, deadline_ns=until_ns)
+        return status, None
+
+    def _serve_in_one_call(self, until_ns: int) -> Served | Status | None:
+        """As `OrdinaryRounds.serve`; None, too, where nothing was laid ready."""
+        if self._ordinary is None or self._ready is None:
+            return None
+        return self._ordinary.serve(self._ready, until_ns)
 
     def _slice_ns(self, *, is_known: bool) -> int:
         if is_known:
@@ -172,13 +188,15 @@ class Proxy:
         ]
         return _Known(record, requests, said.phase, said.windows)
 
-    def _serve(self) -> None:
-        began_ns = time.monotonic_ns()
-        if self._known is None and self._look_ahead():
-            self._lay_ready()  # late, and still quicker than without
-        served = None
-        if self._ordinary is not None and self._ready is not None:
-            served = self._ordinary.serve(self._ready)
+    def _serve(self, served: Served | None) -> None:
+        """The round at hand is gathered."""
+        began_ns = time.monotonic_ns() if served is None else served.gathered_ns
+        is_late = self._known is None and self._look_ahead()
+        if is_late:
+            self._lay_ready()  # still quicker than without
+        if is_late or self._slices == _KEPT_SLICES:
+            came = self._serve_in_one_call(until_ns=0)
+            served = came if isinstance(came, Served) else None
         if served is None and not self._look_again():
             # The engine is so far ahead that it has replaced what it said of this round.
             self._page.fail(self._round)
