@@ -199,19 +199,25 @@ ONLY_IN: dict[str, set[str]] = {
     "httpx": {"demo"},
     "farspark_vllm_cpu_engine": {"demo"},
     "farspark_smollm2_drafter": {"demo"},
-    "ctypes": {"native", "engine.gather.direct", "engine.handoff.stream", "transport.ucx"},
+    "ctypes": {
+        "native",
+        "engine.gather.direct",
+        "engine.handoff.stream",
+        "engine.vllm.pp.stream_waits",
+        "transport.ucx",
+    },
     "triton": {
         "engine.gather.triton_gather",
         "worker.models.fused",
+        "worker.models.fused_latent",
         "worker.models.fused_products",
+        "worker.models.fused_routing",
         "worker.models.fused_streams",
         "worker.models.packed_experts",
         "worker.ring_attention",
     },
 }
-        "worker.models.fused_latent",
 PURE = {"wire": {"socket", "threading", "time", "logging", "asyncio", "os"}}
-        "worker.models.fused_routing",
 
 
 def module_name(path: Path, src: Path = SRC) -> str:

@@ -8,6 +8,7 @@ requests begin whose steps are recorded, and wait for the device therefore (all,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -38,15 +39,13 @@ class PpExtension:
         handler = self.model_runner.pp_handler  # type: ignore[attr-defined]
         if not handler.is_last_rank:
             return 0
-        stale_at: int = handler.transport._order.sequence + 6
-        write = handler.transport._write_header
+        transport = handler.transport
+        stale_at: int = transport._order.sequence + 6
 
-        def write_stale(slot: Any) -> None:
-            write(slot)
-            if slot.header.sequence == stale_at:
-                slot.wire.messages[0][0] -= 1
+        def outgoing(header: Any) -> Any:
+            return dataclasses.replace(header, sequence=stale_at - 1) if header.sequence == stale_at else header
 
-        handler.transport._write_header = write_stale
+        transport._outgoing = outgoing
         return stale_at
 
 

@@ -4,10 +4,13 @@ each and end as a worker would, and answers with their exit statuses. Forked, be
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -19,15 +22,17 @@ import torch.distributed as dist
 from tests.engine.pp.program import MAX_REQS, NUM_DRAFTS, Batch, Program, need_mask, sampled
 
 from farspark.engine.vllm.pp.faults import TokenTransportError, end_process
-from farspark.engine.vllm.pp.schedule import FrameShape, Message
+from farspark.engine.vllm.pp.header import Header
+from farspark.engine.vllm.pp.lines import Wire
+from farspark.engine.vllm.pp.schedule import FrameShape
 from farspark.engine.vllm.pp.stage import StageHandler
-from farspark.engine.vllm.pp.transport import Slot, TokenTransport
+from farspark.engine.vllm.pp.transport import TokenTransport
 
 
 class Stage:
     """A stage of a random program; `group` carries the tokens, the default group (Gloo) the agreement at start."""
 
-    def __init__(self, job: dict[str, Any], group: Any = None) -> None:
+    def __init__(self, job: dict[str, Any], group: Any) -> None:
         self.rank, self.world = job["rank"], job["world"]
         self.seed, self.steps, self.fault, self.fault_at = (
             job.get("seed", 1),
@@ -39,7 +44,7 @@ class Stage:
         self.is_last = self.rank == self.world - 1
         self.device = torch.device(job.get("device", "cpu"))
         self.transport = TokenTransport(
-            group or dist.group.WORLD,
+            group,
             source=self.world - 1,
             is_source=self.is_last,
             shape=FrameShape(job.get("max_reqs", MAX_REQS), NUM_DRAFTS),
@@ -47,6 +52,7 @@ class Stage:
             device=self.device,
             wire_device=torch.device(job.get("wire", "cpu")),
             label=f"stage {self.rank}",
+            on_error=self.end,
         )
         self.transport.agree(dist.group.WORLD, self.world)
         self.handler = StageHandler()
@@ -59,6 +65,14 @@ class Stage:
         self.consumed = 0
         self.digest = 0
         self.began = 0.0
+        self.forgets = False
+
+    def end(self, error: TokenTransportError) -> None:
+        """Whoever found it first, this thread or the transport's own, says so."""
+        if _ending.acquire(blocking=False):
+            print(json.dumps({"raised": time.monotonic(), "error": str(error)}), flush=True)
+            end_process(error, where=f"stage {self.rank}", history=str(self.transport.history))
+        threading.Event().wait()
 
     def run(self) -> None:
         program = Program(self.seed, self.world)
@@ -76,6 +90,8 @@ class Stage:
 
     def consume(self) -> None:
         """Compare what the handler hands out with what the last stage must have sent; the last stage only knows it."""
+        if self.forgets:
+            return
         outputs = self.handler.get_prev_sampled_outputs(self.table)
         was = self.pending.popleft()
         self.pending.append(None)
@@ -119,9 +135,12 @@ class Stage:
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "skip":
             return
+        self.forgets = fault == "forget" or self.forgets
         self.pending[-1] = (number, batch, self.handler.req_idx_gen_np[batch.idx_mapping_np])
+        on_device = copy.copy(batch)
+        on_device.idx_mapping = batch.idx_mapping.to(self.device)
         if not self.is_last:
-            self.handler.receive(batch)
+            self.handler.receive(on_device)
             return
         if fault == "stale":
             plant_stale_header(self.transport)
@@ -129,38 +148,33 @@ class Stage:
             plant_width(self.transport, 1 if fault == "wide" else -1)
         for _ in range(2 if fault == "double" else 1):
             tokens, num_sampled, num_rejected, drafts = (one.to(self.device) for one in sampled(number, batch))
-            self.table[batch.idx_mapping.to(self.device)] = drafts
-            self.handler.broadcast(tokens, num_sampled, num_rejected, batch)
+            self.table[on_device.idx_mapping] = drafts
+            self.handler.broadcast(tokens, num_sampled, num_rejected, on_device)
             self.handler.finish_step(self.table)
 
 
+_ending = threading.Lock()
+
+
 def plant_stale_header(transport: TokenTransport) -> None:
-    write = transport._write_header
+    def outgoing(header: Header) -> Header:
+        del transport.__dict__["_outgoing"]
+        return dataclasses.replace(header, sequence=header.sequence - 1)
 
-    def write_stale(slot: Slot) -> None:
-        write(slot)
-        slot.wire.messages[Message.HEADER][0] -= 1
-        del transport.__dict__["_write_header"]
-
-    transport._write_header = write_stale  # type: ignore[method-assign]
+    transport._outgoing = outgoing  # type: ignore[method-assign]
 
 
 def plant_width(transport: TokenTransport, more: int) -> None:
-    """The next step's tokens go out with another number of rows than agreed, past every check of our own."""
-    post = transport._post
+    """The next step goes out with another number of words than agreed, past every check of our own."""
+    wire: Wire = transport._line._wire  # type: ignore[attr-defined]
+    broadcast = wire.broadcast
 
-    def post_other(slot: Slot, message: Message) -> None:
-        if message is not Message.TOKENS:
-            post(slot, message)
-            return
-        transport._order.post(message)
-        rows, width = slot.wire.messages[message].shape
-        other = torch.full((rows + more, width), -1, dtype=torch.int64)
-        slot.works.append(dist.broadcast(other, src=transport._source, group=transport._group, async_op=True))
-        transport.other = other  # type: ignore[attr-defined]  # alive until it was sent
-        del transport.__dict__["_post"]
+    def broadcast_other(message: torch.Tensor, *, is_async: bool) -> Any:
+        wire.other = torch.full((message.shape[0] + more,), -1, dtype=torch.int64)  # type: ignore[attr-defined]  # kept: being sent
+        wire.broadcast = broadcast  # type: ignore[method-assign]
+        return broadcast(wire.other, is_async=is_async)  # type: ignore[attr-defined]
 
-    transport._post = post_other  # type: ignore[method-assign]
+    wire.broadcast = broadcast_other  # type: ignore[method-assign]
 
 
 def run_rank(job: dict[str, Any]) -> None:
@@ -174,12 +188,15 @@ def run_rank(job: dict[str, Any]) -> None:
     dist.init_process_group("gloo", init_method=store, rank=job["rank"], world_size=job["world"])
     stage: Stage | None = None
     try:
-        stage = Stage(job)
+        # A group of its own, as in vLLM: its broadcasts are posted by another thread.
+        stage = Stage(job, dist.new_group(backend="gloo"))
         stage.run()
     except TokenTransportError as error:
-        print(json.dumps({"raised": time.monotonic(), "error": str(error)}), flush=True)
-        history = str(stage.transport.history) if stage is not None else ""
-        end_process(error, where=f"stage {job['rank']}", history=history)
+        if stage is None:
+            print(json.dumps({"raised": time.monotonic(), "error": str(error)}), flush=True)
+            end_process(error, where=f"stage {job['rank']}", history="")
+        stage.end(error)
+    assert stage is not None
     print(json.dumps({"consumed": stage.consumed, "digest": stage.digest}), flush=True)
     dist.barrier()
 

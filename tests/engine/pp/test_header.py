@@ -13,9 +13,14 @@ from farspark.engine.vllm.pp.header import Header, mask_hash
 HEADER = Header(sequence=7, mask_hash=0x9ABCDEF0, num_reqs=3)
 
 
-def test_the_words_are_sequence_hash_and_number_of_requests_in_this_order() -> None:
-    assert HEADER.words() == (7, 0x9ABCDEF0, 3)
-    assert Header.from_words(HEADER.words()) == HEADER
+def test_the_words_are_sequence_hash_number_of_requests_and_the_seal_in_this_order() -> None:
+    assert HEADER.words() == (7, 0x9ABCDEF0, 3, HEADER.seal)
+
+
+def test_the_seal_is_32_bits_over_every_field_in_little_endian_int64() -> None:
+    fields = b"\x07" + bytes(7) + b"\xf0\xde\xbc\x9a" + bytes(4) + b"\x03" + bytes(7)
+    assert HEADER.seal == zlib.crc32(fields)
+    assert len({HEADER.seal, Header(8, 0x9ABCDEF0, 3).seal, Header(7, 1, 3).seal, Header(7, 0x9ABCDEF0, 4).seal}) == 4
 
 
 def test_a_hash_with_its_high_bit_set_survives_int64_and_would_not_survive_int32() -> None:
@@ -23,7 +28,7 @@ def test_a_hash_with_its_high_bit_set_survives_int64_and_would_not_survive_int32
     high = [crc for crc in map(mask_hash, masks) if crc >= 2**31]
     assert 64 < len(high) < 192  # about half of all masks
     words = np.array(Header(1, high[0], 8).words(), dtype=np.int64)
-    assert Header.from_words(words.tolist()) == Header(1, high[0], 8)
+    assert Header(1, high[0], 8).difference(words.tolist()) is None
     with pytest.raises(OverflowError):
         np.array(Header(1, high[0], 8).words(), dtype=np.int32)
 
@@ -33,15 +38,19 @@ def test_a_hash_with_its_high_bit_set_survives_int64_and_would_not_survive_int32
 )
 def test_a_difference_names_the_field_and_both_values(field: str, name: str) -> None:
     other = dataclasses.replace(HEADER, **{field: 99})
-    assert HEADER.difference(other) == f"{name} expected {getattr(HEADER, field)}, got 99"
+    assert HEADER.difference(other.words()) == f"{name} expected {getattr(HEADER, field)}, got 99"
 
 
 def test_equal_headers_do_not_differ() -> None:
-    assert HEADER.difference(Header.from_words(HEADER.words())) is None
+    assert HEADER.difference(HEADER.words()) is None
+
+
+def test_a_seal_that_differs_alone_is_told() -> None:
+    assert HEADER.difference((7, 0x9ABCDEF0, 3, 1)) == f"seal expected {HEADER.seal}, got 1"
 
 
 def test_every_difference_is_told() -> None:
-    assert HEADER.difference(Header(8, 1, 2)) == (
+    assert HEADER.difference(Header(8, 1, 2).words()) == (
         f"sequence expected 7, got 8; mask hash expected {0x9ABCDEF0}, got 1; num_reqs expected 3, got 2"
     )
 

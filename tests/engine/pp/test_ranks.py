@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -162,6 +163,12 @@ def test_a_fault_raises_on_every_other_rank_of_a_longer_pipeline(
     fault: str, where: str, world: int, tmp_path: Path, ranks: Ranks
 ) -> None:
     assert_raised_everywhere_at_once(ranks, tmp_path, world, fault, where)
+
+
+def test_a_step_that_is_never_consumed_is_found_before_its_buffers_are_used_again(tmp_path: Path, ranks: Ranks) -> None:
+    ended = ranks.run(tmp_path, 2, steps=100_000, fault="forget", fault_at=60, fault_rank=0)
+    assert re.fullmatch(r"step \d+ was never consumed", ended[0].said["error"])
+    assert [rank.status for rank in ended] == [EXIT_STATUS, EXIT_STATUS]
 
 
 def test_stages_that_disagree_about_the_shape_do_not_start(tmp_path: Path, ranks: Ranks) -> None:

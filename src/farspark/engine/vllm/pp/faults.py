@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import traceback
 from typing import NoReturn
 
@@ -17,6 +18,7 @@ from farspark.errors import FarsparkError
 
 # Not one of Python's, the shell's or a signal's, so that the monitor's line says what happened.
 EXIT_STATUS = 83
+_ending = threading.Lock()
 
 
 class TokenTransportError(FarsparkError):
@@ -24,7 +26,9 @@ class TokenTransportError(FarsparkError):
 
 
 def end_process(error: BaseException, *, where: str, history: str) -> NoReturn:
-    """Write what happened, all of it, then leave. No clean-up: it would wait for the peers that this is about."""
+    """Write what happened, all of it, then leave. No clean-up: it would wait for the peers that this is about. The first of two
+    threads that come here is the one that is heard."""
+    _ending.acquire()
     report = "".join(traceback.format_exception(error)) if not isinstance(error, TokenTransportError) else ""
     lines = [
         f"farspark: {where}: {error or type(error).__name__}; process {os.getpid()} ends with status {EXIT_STATUS}",

@@ -52,6 +52,7 @@ class TokenHandler(StageHandler, PPHandler):  # type: ignore[misc]
             device=device,
             wire_device=torch.device("cpu") if config.on_cpu else device,
             label=self.label,
+            on_error=self._end,
         )
         transport.agree(group.cpu_group, group.world_size)
         self.set_up(
@@ -62,11 +63,16 @@ class TokenHandler(StageHandler, PPHandler):  # type: ignore[misc]
             need_mask=compute_need_sampled_mask,
         )
         logger.info(
-            "farspark: token transport on: %s, four broadcasts a step of %d rows over %s",
+            "farspark: token transport on: %s, one broadcast a step of %d rows over %s",
             self.label,
             max_num_reqs,
             "the host (Gloo)" if transport.is_over_host else "the device",
         )
+
+    def _end(self, error: TokenTransportError) -> None:
+        """Found by the transport's own thread. The engine thread may never come by: it waits for a step that is held back."""
+        if self.is_exchanging:
+            end_process(error, where=self.label, history=str(self.transport.history))
 
 
 def _host_group(pp: Any) -> Any:

@@ -1,10 +1,11 @@
-"""What every step's broadcasts begin with: the step's number and what both sides think the step is.
+"""What proves of a message which step's it is: the step's number and what both sides think the step is.
 
 Pure: arrays and numbers in, numbers out.
 """
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-WORDS = 3
+NAMES = ("sequence", "mask hash", "num_reqs", "seal")
+WORDS = len(NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +25,26 @@ class Header:
     mask_hash: int  # 0 … 2^32 - 1
     num_reqs: int  # part of the header because all-false masks of different lengths may hash alike
 
-    def words(self) -> tuple[int, int, int]:
-        return self.sequence, self.mask_hash, self.num_reqs
+    @property
+    def seal(self) -> int:
+        """0 … 2^32 - 1, over all fields: what a device compares, which looks at one word of 32 bits."""
+        return zlib.crc32(struct.pack("<3q", self.sequence, self.mask_hash, self.num_reqs))
 
-    @classmethod
-    def from_words(cls, words: Sequence[int]) -> Header:
-        sequence, mask_hash, num_reqs = (int(word) for word in words)
-        return cls(sequence, mask_hash, num_reqs)
+    def words(self) -> tuple[int, int, int, int]:
+        """As they travel: the fields, and the seal as the last word."""
+        return self.sequence, self.mask_hash, self.num_reqs, self.seal
 
-    def difference(self, received: Header) -> str | None:
-        """Every field in which `received` is not this header, with both values; None where it is equal."""
-        parts = [
-            f"{name} expected {expected}, got {got}"
-            for name, expected, got in zip(
-                ("sequence", "mask hash", "num_reqs"), self.words(), received.words(), strict=True
-            )
+    def difference(self, received: Sequence[int]) -> str | None:
+        """Every word of `received` that is not this header's, with both values; None where all are. The seal, which differs
+        wherever another word does, only where it is alone."""
+        differing = {
+            name: f"{name} expected {expected}, got {got}"
+            for name, expected, got in zip(NAMES, self.words(), received, strict=True)
             if expected != got
-        ]
-        return "; ".join(parts) or None
+        }
+        if len(differing) > 1:
+            differing.pop("seal", None)
+        return "; ".join(differing.values()) or None
 
 
 def mask_hash(mask: npt.NDArray[np.bool_], *columns: npt.NDArray[np.integer]) -> int:

@@ -20,7 +20,7 @@ class Step:
     state: str
 
     def __str__(self) -> str:
-        sequence, mask_hash, num_reqs = self.header.words()
+        sequence, mask_hash, num_reqs, _ = self.header.words()
         rows = f" {self.rows}" if self.rows else ""
         return f"step {sequence} {self.direction} mask {mask_hash:08x} num_reqs {num_reqs}{rows}: {self.state}"
 

@@ -1,82 +1,80 @@
-"""The fixed schedule: four broadcasts a step, always, in this order and in these shapes, whatever there is to say.
+"""The fixed schedule: one broadcast a step, always, of one shape, whatever there is to say.
+
+A message is int64 words: the sampled tokens, their counts, the drafts, and the header last, so that a message that is too short
+is without it. The rows of a step stand at the beginning of their part, packed; what is behind them means nothing.
 
 Pure: no torch, no sockets.
 """
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from farspark.engine.vllm.pp.faults import TokenTransportError
 from farspark.engine.vllm.pp.header import WORDS
 
-SENTINEL = -1  # fills the rows of no request, and whatever a step does not have
-
-
-class Message(enum.IntEnum):
-    """A step's broadcasts, in order."""
-
-    HEADER = 0
-    TOKENS = 1
-    COUNTS = 2
-    DRAFTS = 3
+SENTINEL = -1  # what a step does not have
 
 
 @dataclass(frozen=True, slots=True)
 class FrameShape:
-    """Shapes that no step changes. A broadcast that is larger than its receiver expects aborts the receiver's process under
-    Gloo, and a smaller one is taken without a word; so every message is padded to `max_reqs` rows, and ends in one guard row
-    that holds the step's sequence."""
+    """A shape that no step changes. A broadcast that is larger than its receiver expects aborts the receiver's process under
+    Gloo, and a smaller one is taken without a word; so every message has room for `max_reqs` rows."""
 
     max_reqs: int
     num_drafts: int
 
-    def of(self, message: Message) -> tuple[int, ...]:
-        """int64, but for the counts, which are int32: the number sampled and the number rejected."""
-        rows = self.max_reqs + 1
-        return {
-            Message.HEADER: (WORDS,),
-            Message.TOKENS: (rows, self.num_drafts + 1),
-            Message.COUNTS: (rows, 2),
-            Message.DRAFTS: (rows, self.num_drafts),
-        }[message]
+    @property
+    def counts_at(self) -> int:
+        """The word behind the tokens, where the counts begin: int32, all numbers sampled and then all numbers rejected."""
+        return self.max_reqs * (self.num_drafts + 1)
 
-    def check_rows(self, message: Message, shape: tuple[int, ...]) -> None:
-        """Whether a payload of `shape` fits into its message. Raises TokenTransportError."""
-        rows, width = self.of(message)
-        if shape[0] > rows - 1 or shape[1] > width or (message is not Message.TOKENS and shape[1] != width):
-            raise TokenTransportError(
-                f"{message.name.lower()} of shape {list(shape)} do not fit into the fixed {[rows - 1, width]}: a stage "
-                "runs with another --max-num-seqs or another number of drafts"
-            )
+    @property
+    def drafts_at(self) -> int:
+        return self.counts_at + self.max_reqs
+
+    @property
+    def header_at(self) -> int:
+        return self.drafts_at + self.max_reqs * self.num_drafts
+
+    @property
+    def words(self) -> int:
+        return self.header_at + WORDS
+
+    def check_tokens(self, shape: tuple[int, ...]) -> None:
+        """Whether sampled tokens of `shape` [n, w] fit. Raises TokenTransportError."""
+        if shape[0] > self.max_reqs or shape[1] > self.num_drafts + 1:
+            self._refuse("tokens", shape, self.num_drafts + 1)
+
+    def check_drafts(self, shape: tuple[int, ...]) -> None:
+        """Whether drafts of `shape` [n, N] fit, which have one width. Raises TokenTransportError."""
+        if shape[0] > self.max_reqs or shape[1] != self.num_drafts:
+            self._refuse("drafts", shape, self.num_drafts)
+
+    def _refuse(self, name: str, shape: tuple[int, ...], width: int) -> None:
+        raise TokenTransportError(
+            f"{name} of shape {list(shape)} do not fit into the fixed {[self.max_reqs, width]}: a stage "
+            "runs with another --max-num-seqs or another number of drafts"
+        )
 
 
 class Order:
-    """Which step and which message is next, on either side. The sequence moves before the header is posted."""
+    """Which step is next, on either side. The sequence moves before anything of the step is posted."""
 
     def __init__(self) -> None:
         self.sequence = 0
-        self._next = Message.HEADER
+        self._is_open = False
 
     def begin(self) -> int:
-        """The new step's sequence. Raises TokenTransportError where the step before it is not complete."""
-        if self._next is not Message.HEADER:
-            raise TokenTransportError(
-                f"a step begins while step {self.sequence} has not posted its {self._next.name.lower()}"
-            )
+        """The new step's sequence. Raises TokenTransportError where the step before it was not posted."""
+        if self._is_open:
+            raise TokenTransportError(f"a step begins while step {self.sequence} was not posted")
+        self._is_open = True
         self.sequence += 1
         return self.sequence
 
-    def post(self, message: Message) -> None:
-        """Raises TokenTransportError where `message` is not the one that is due."""
-        if message is not self._next:
-            raise TokenTransportError(
-                f"step {self.sequence} would post its {message.name.lower()} where its {self._next.name.lower()} is due"
-            )
-        self._next = Message((message + 1) % len(Message))
-
-
-def guard_of(sequence: int) -> int:
-    """The guard row's value: fits into int32, and is never the sentinel."""
-    return sequence % 2**31
+    def post(self) -> None:
+        """Raises TokenTransportError where no step has begun."""
+        if not self._is_open:
+            raise TokenTransportError(f"step {self.sequence} would be posted twice")
+        self._is_open = False

@@ -16,7 +16,8 @@ import torch
 
 from farspark.engine.vllm.pp.faults import TokenTransportError
 from farspark.engine.vllm.pp.header import mask_hash
-from farspark.engine.vllm.pp.transport import Slot, TokenTransport
+from farspark.engine.vllm.pp.lines import Slot
+from farspark.engine.vllm.pp.transport import TokenTransport
 
 NeedMask = Callable[[Any], "npt.NDArray[np.bool_] | None"]
 
@@ -29,6 +30,7 @@ class Pending:
     need: npt.NDArray[np.bool_]  # [n]: rows whose sampled tokens a later step needs
     indices: npt.NDArray[np.integer]  # [n]: slots of the request table
     generations: npt.NDArray[np.integer]  # [n]: of those slots when the step was posted
+    idx_mapping: torch.Tensor  # [n]: `indices` on the device
 
 
 class StageHandler:
@@ -71,7 +73,7 @@ class StageHandler:
         num_rejected: torch.Tensor,
         input_batch: Any,
     ) -> None:
-        """The step's first three messages: header, tokens int64 [n, w], counts int32 [n] each."""
+        """The step's first parts: tokens int64 [n, w], counts int32 [n] each."""
         if not self.is_exchanging:
             return
         if self._batch is not None:
@@ -83,31 +85,32 @@ class StageHandler:
         )
 
     def broadcast_drafts(self, *ignored: Any) -> None:
-        """vLLM calls this in some steps only. The fourth message is `finish_step`'s."""
+        """vLLM calls this in some steps only. `finish_step` sends, in all."""
 
     def finish_step(self, draft_table: torch.Tensor | None) -> None:
-        """The step's fourth message, in every step: the batch's rows of `draft_table` int64 [slots, N], or the sentinel."""
+        """The step's last part, in every step: the batch's rows of `draft_table` int64 [slots, N], or the sentinel. Sends it."""
         batch, self._batch = self._batch, None
         if batch is not None:
-            self.transport.send_drafts(None if draft_table is None else draft_table[batch.idx_mapping])
+            self.transport.send_drafts(draft_table, batch.idx_mapping)
 
     # The other stages.
 
     def receive(self, input_batch: Any, recv_drafts: bool = True) -> bool:
-        """Post the step's receives, whatever vLLM expects to come. True where every row's tokens will be needed."""
+        """Post the step's receive, whatever vLLM expects to come. True where every row's tokens will be needed."""
         if not self.is_exchanging:
             return False
         need = self._need(input_batch)
         slot = self.transport.receive(self._hash(need, input_batch), input_batch.num_reqs)
         indices = input_batch.idx_mapping_np
         # The queue's last entry was reserved by this step's `get_prev_sampled_outputs`.
-        self._queue[-1] = Pending(slot, need, indices, self.req_idx_gen_np[indices])
+        self._queue[-1] = Pending(slot, need, indices, self.req_idx_gen_np[indices], input_batch.idx_mapping)
         return bool(need.all())
 
     def get_prev_sampled_outputs(self, draft_table: torch.Tensor | None = None) -> dict[str, torch.Tensor] | None:
         """What came in the step `depth` ago, for the rows that still matter; drafts go into `draft_table` [slots, N].
 
-        Rows of others have index -1, which vLLM's kernel skips. Raises TokenTransportError where the step was not that one.
+        Rows of others have index -1, which vLLM's kernel skips. Raises TokenTransportError where a step is known to be wrong;
+        what was not judged yet is held back by the stream that would use it.
         """
         if self.is_last_rank or not self.is_exchanging:
             return None
@@ -117,17 +120,22 @@ class StageHandler:
             return None
         keep = pending.need & (self.req_idx_gen_np[pending.indices] == pending.generations)
         if not keep.any():
-            self.transport.check(pending.slot)
+            self.transport.skip(pending.slot)
             return None
-        tokens, num_sampled, num_rejected, drafts = self.transport.complete(pending.slot)
-        indices = _to_device(np.where(keep, pending.indices, -1), tokens.device)
-        if draft_table is not None:
-            rows = _to_device(np.flatnonzero(keep), tokens.device)
-            draft_table[indices[rows]] = drafts[rows]
+        came = self.transport.complete(pending.slot)
+        indices = pending.idx_mapping
+        if keep.all():
+            if draft_table is not None:
+                draft_table.index_copy_(0, indices.long(), came.drafts)
+        else:
+            indices = _to_device(np.where(keep, pending.indices, -1), came.tokens.device)
+            if draft_table is not None:
+                rows = _to_device(np.flatnonzero(keep), came.tokens.device)
+                draft_table.index_copy_(0, indices[rows], came.drafts[rows])
         return {
-            "sampled_tokens": tokens,
-            "num_sampled": num_sampled,
-            "num_rejected": num_rejected,
+            "sampled_tokens": came.tokens,
+            "num_sampled": came.num_sampled,
+            "num_rejected": came.num_rejected,
             "idx_mapping": indices,
         }
 
