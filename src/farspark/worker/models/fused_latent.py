@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from farspark.worker.models.base import Ring
+from farspark.worker.models.fused_products import summed
 
 # Heads of one token that a program attends for: the least number of rows that a tensor core takes.
 _HEADS: Final = 16
@@ -28,15 +29,6 @@ _OUTPUTS: Final = 64
 _COLUMN_BYTES: Final = 256
 _STAGES: Final = 4
 _WARPS: Final = 4
-
-
-@triton.jit
-def _summed(sums, slice_stride, mask, SLICES: tl.constexpr, DTYPE: tl.constexpr):
-    """The slices at `sums` added and rounded to DTYPE, in float32."""
-    total = tl.load(sums, mask=mask, other=0.0).to(tl.float32)
-    for piece in tl.static_range(1, SLICES):
-        total += tl.load(sums + piece * slice_stride, mask=mask, other=0.0).to(tl.float32)
-    return total.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -90,7 +82,7 @@ def _latents_kernel(
             column = tl.arange(0, DIM_BLOCK)
             inside = column < DIM
             source = latents + token * latent_row + layer * DIM + column
-            x = _summed(source, latent_slice, inside, LATENT_SLICES, dtype)
+            x = summed(source, latent_slice, inside, LATENT_SLICES, dtype)
             x *= tl.rsqrt(tl.sum(x * x) / DIM + eps)
             x *= tl.load(latent_norm + layer * DIM + column, mask=inside, other=0.0)
             c, s = _angles(cos, sin, token, DIM, STRAIGHT, DIM_BLOCK)
@@ -101,7 +93,7 @@ def _latents_kernel(
         if layer == LAYERS:
             place = tl.arange(0, RANK_BLOCK)
             is_query = place < RANK
-            values = _summed(queries + token * query_row + place, query_slice, is_query, QUERY_SLICES, dtype)
+            values = summed(queries + token * query_row + place, query_slice, is_query, QUERY_SLICES, dtype)
             values *= tl.rsqrt(tl.sum(values * values) / RANK + eps)
             values *= tl.load(query_norm + place, mask=is_query, other=0.0)
             tl.store(query + token * RANK + place, values.to(dtype), mask=is_query)
@@ -165,9 +157,9 @@ def _attend_kernel(
 
     source = queries + token * query_row + head[:, None] * DIM
     inside = is_head[:, None] & is_column[None, :]
-    query = _summed(source + column[None, :], query_slice, inside, QUERY_SLICES, dtype)
+    query = summed(source + column[None, :], query_slice, inside, QUERY_SLICES, dtype)
     # Loaded again in place of changing places within registers, which takes far more of them.
-    neighbour = _summed(source + (column ^ 1)[None, :], query_slice, inside, QUERY_SLICES, dtype)
+    neighbour = summed(source + (column ^ 1)[None, :], query_slice, inside, QUERY_SLICES, dtype)
     if NORMS_QUERY:
         factor = tl.rsqrt(tl.sum(query * query, axis=1) / DIM + eps)[:, None]
         query = (query * factor).to(dtype).to(tl.float32)

@@ -102,12 +102,18 @@ def _gated(gate, up, GATE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _summed(sums, slice_stride, mask, SLICES: tl.constexpr, DTYPE: tl.constexpr):
-    """The slices at `sums` added and rounded to DTYPE, in float32."""
-    total = tl.load(sums, mask=mask, other=0.0).to(tl.float32)
+def added(sums, slice_stride, mask, SLICES: tl.constexpr):
+    """The slices of a product at `sums` added, float32. Masked places are 0."""
+    found = tl.load(sums, mask=mask, other=0.0).to(tl.float32)
     for piece in tl.static_range(1, SLICES):
-        total += tl.load(sums + piece * slice_stride, mask=mask, other=0.0).to(tl.float32)
-    return total.to(DTYPE).to(tl.float32)
+        found += tl.load(sums + piece * slice_stride, mask=mask, other=0.0).to(tl.float32)
+    return found
+
+
+@triton.jit
+def summed(sums, slice_stride, mask, SLICES: tl.constexpr, DTYPE: tl.constexpr):
+    """`added`, rounded to DTYPE, in float32."""
+    return added(sums, slice_stride, mask, SLICES).to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -143,7 +149,7 @@ def _add_norm_kernel(
     if HAS_OWN_NORM:
         own_weight = tl.load(own_norm + column, mask=inside, other=0.0).to(tl.float32)
     added = tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
-    values = _summed(sums + row + column, rows * width, inside, SLICES, dtype)
+    values = summed(sums + row + column, rows * width, inside, SLICES, dtype)
     if HAS_OWN_NORM:
         values = _normed(values, own_weight, width, eps, dtype).to(tl.float32)
         values = (values + added).to(dtype).to(tl.float32)
@@ -172,8 +178,8 @@ def _gate_kernel(
     inside = column < width
     dtype = out.dtype.element_ty
     source = sums + row * 2 * width + column
-    gate = _summed(source, rows * 2 * width, inside, SLICES, dtype)
-    up = _summed(source + width, rows * 2 * width, inside, SLICES, dtype)
+    gate = summed(source, rows * 2 * width, inside, SLICES, dtype)
+    up = summed(source + width, rows * 2 * width, inside, SLICES, dtype)
     tl.store(out + row * width + column, _gated(gate, up, GATE, dtype), mask=inside)
 
 
@@ -220,8 +226,8 @@ def _heads_kernel(
     s = tl.load(sin + angle, mask=inside, other=0.0)
     if head < HEADS:
         source = queries + token * query_row + head * DIM
-        a = _summed(source + first, query_slice, inside, QUERY_SLICES, dtype)
-        b = _summed(source + second, query_slice, inside, QUERY_SLICES, dtype)
+        a = summed(source + first, query_slice, inside, QUERY_SLICES, dtype)
+        b = summed(source + second, query_slice, inside, QUERY_SLICES, dtype)
         a, b = _turned(a, b, query_norm, first, second, inside, c, s, eps, DIM, dtype)
         target = query + (token * HEADS + head) * DIM
         tl.store(target + first, a.to(dtype), mask=inside)
@@ -231,8 +237,8 @@ def _heads_kernel(
         is_value = entry >= KV_HEADS
         column = tl.where(is_value & (NAMES == 1), entry - KV_HEADS, entry) * DIM
         source = keys_values + token * entry_row + column
-        a = _summed(source + first, entry_slice, inside, ENTRY_SLICES, dtype)
-        b = _summed(source + second, entry_slice, inside, ENTRY_SLICES, dtype)
+        a = summed(source + first, entry_slice, inside, ENTRY_SLICES, dtype)
+        b = summed(source + second, entry_slice, inside, ENTRY_SLICES, dtype)
         if not is_value:
             a, b = _turned(a, b, key_norm, first, second, inside, c, s, eps, DIM, dtype)
         elif NORMS_VALUES:

@@ -13,16 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from farspark.worker.models.experts import ROUTING_EPS, Routing
+from farspark.worker.models.fused_products import added, summed
 
 _COLUMNS: Final = 1024  # of the shared expert, of one program
-
-
-@triton.jit
-def _summed(sums, slice_stride, mask, SLICES: tl.constexpr):
-    total = tl.load(sums, mask=mask, other=0.0).to(tl.float32)
-    for piece in tl.static_range(1, SLICES):
-        total += tl.load(sums + piece * slice_stride, mask=mask, other=0.0).to(tl.float32)
-    return total
 
 
 @triton.jit
@@ -54,7 +47,7 @@ def _route_kernel(
     if tl.program_id(1) == 0:
         expert = tl.arange(0, BLOCK)
         inside = expert < EXPERTS
-        x = _summed(scores + token * score_row + expert, score_slice, inside, SCORE_SLICES)
+        x = added(scores + token * score_row + expert, score_slice, inside, SCORE_SLICES)
         # log(1 + e^x), good to the last bits where e^x is small too.
         power = tl.exp(tl.minimum(x, 20.0))
         above = 1.0 + power
@@ -82,8 +75,8 @@ def _route_kernel(
         is_column = column < INNER
         dtype = inner.dtype.element_ty
         source = shared + token * shared_row + column
-        gate = _summed(source, shared_slice, is_column, SHARED_SLICES).to(dtype).to(tl.float32)
-        up = _summed(source + INNER, shared_slice, is_column, SHARED_SLICES).to(dtype).to(tl.float32)
+        gate = summed(source, shared_slice, is_column, SHARED_SLICES, dtype)
+        up = summed(source + INNER, shared_slice, is_column, SHARED_SLICES, dtype)
         gate = tl.minimum(gate, limit)
         up = tl.maximum(tl.minimum(up, limit), -limit)
         tl.store(inner + token * INNER + column, (gate * tl.sigmoid(gate) * up).to(dtype), mask=is_column)
