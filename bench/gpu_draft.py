@@ -382,7 +382,7 @@ def worker_of(config: DrafterConfig, device: torch.device, work: DeviceWork) -> 
 
 def with_tokens_apart(drafter: DSparkDrafter, config: DeepseekV4Config) -> None:
     """Random tokens where a block has masks: with random weights all masks would choose the same experts, and a draft would read
-    far fewer of them than `bytes_read` counts."""
+    far fewer of them than a trained one."""
     block_of = drafter._block_of
     others = torch.randint(0, config.vocab_size, (SLOTS, config.block_size), device=drafter._device)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from farspark.worker.models import fused_products
 from farspark.worker.models.base import Arithmetic, HeadProjections
+from farspark.worker.models.fused_products import power_of_two, processors, row_normed, whole_row
 from farspark.worker.models.fused_streams import FusedStreams
 from farspark.worker.models.fused_sublayers import FusedSublayers
 from farspark.worker.models.heads import ConfidenceHead, MarkovHead, SoftCappedMarkov, VanillaMarkov
@@ -55,9 +56,7 @@ def _embed_norm_kernel(tokens, embedding, weight, embedded, normed, width, scale
     values = tl.load(embedding + source + column, mask=inside, other=0.0).to(tl.float32)
     values = (values * scale).to(dtype)
     tl.store(embedded + row * width + column, values, mask=inside)
-    values = values.to(tl.float32)
-    values *= tl.rsqrt(tl.sum(values * values) / width + eps)
-    tl.store(normed + row * width + column, (values.to(dtype).to(tl.float32) * norm).to(dtype), mask=inside)
+    tl.store(normed + row * width + column, row_normed(values.to(tl.float32), norm, width, eps, dtype), mask=inside)
 
 
 @triton.jit
@@ -302,10 +301,6 @@ def _answer_kernel(
     tl.store(target + 2 * steps, tl.cast(confidence, tl.float32).to(tl.int32, bitcast=True))
 
 
-def _power_of_two(size: int, least: int = 1) -> int:
-    return max(least, int(triton.next_power_of_2(size)))
-
-
 class FusedArithmetic(Arithmetic):
     """`Arithmetic` on a GPU. Its dtype and its carrier are the same."""
 
@@ -327,7 +322,6 @@ class FusedArithmetic(Arithmetic):
         width = x.shape[-1]
         rows = x.contiguous().view(-1, width)
         normed = torch.empty_like(rows, dtype=self.dtype)
-        block = _power_of_two(width)
         _rms_norm_kernel[(len(rows),)](
             rows,
             rows if weight is None else weight,
@@ -336,8 +330,7 @@ class FusedArithmetic(Arithmetic):
             eps,
             HAS_WEIGHT=weight is not None,
             IS_WIDE=is_wide,
-            BLOCK=block,
-            num_warps=8 if block > 2048 else 4,
+            **whole_row(width),
         )
         return normed.view(x.shape)
 
@@ -363,7 +356,6 @@ class FusedArithmetic(Arithmetic):
         width = embedding.shape[1]
         shape = *tokens.shape, width
         embedded, normed = (torch.empty(shape, dtype=self.dtype, device=tokens.device) for _ in range(2))
-        block = _power_of_two(width)
         _embed_norm_kernel[(tokens.numel(),)](
             tokens.contiguous(),
             embedding,
@@ -373,8 +365,7 @@ class FusedArithmetic(Arithmetic):
             width,
             scale,
             eps,
-            BLOCK=block,
-            num_warps=8 if block > 2048 else 4,
+            **whole_row(width),
         )
         return normed, embedded
 
@@ -389,7 +380,7 @@ class FusedArithmetic(Arithmetic):
             sin,
             pairs,
             IS_ROUNDED=is_rounded and self.dtype == torch.bfloat16,
-            BLOCK=_power_of_two(pairs),
+            BLOCK=power_of_two(pairs),
             num_warps=1,
         )
         return cos, sin
@@ -416,7 +407,7 @@ class FusedArithmetic(Arithmetic):
             PARTS=parts,
             DIM=dim,
             NEOX=is_neox,
-            HALF=_power_of_two(dim // 2),
+            HALF=power_of_two(dim // 2),
             num_warps=1,
         )
         return out
@@ -502,11 +493,11 @@ def greedy_answer(
     best = torch.full((requests, steps), torch.iinfo(torch.int64).min, device=device)
     packed = torch.empty((requests, 3, steps), dtype=torch.int32, device=device)
     nothing: Any = base
-    columns = _power_of_two(rank, 16)
+    columns = power_of_two(rank, 16)
     row_bytes = columns * (base if w2 is None else w2).itemsize
     rows = min(_VOCABULARY_ROWS, _TILE_BYTES // row_bytes)
     tiles = triton.cdiv(vocabulary, rows)
-    programs = min(tiles, _processors(device) * _PROGRAMS_A_PROCESSOR)
+    programs = min(tiles, processors(device) * _PROGRAMS_A_PROCESSOR)
     for step in range(steps):
         _chain_kernel[(programs, triton.cdiv(requests, _REQUESTS))](
             base[:, step],
@@ -544,14 +535,10 @@ def greedy_answer(
         width,
         RANK=rank,
         COLUMNS=columns,
-        BLOCK=_power_of_two(width),
+        BLOCK=power_of_two(width),
         HAS_CONFIDENCE=confidence is not None,
         READS_MARKOV=confidence is not None and confidence.with_markov,
         HAS_BIAS=confidence is not None and confidence.bias is not None,
         num_warps=4,
     )
     return packed
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

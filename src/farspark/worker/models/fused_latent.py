@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from farspark.worker.models.base import Ring
-from farspark.worker.models.fused_products import summed
+from farspark.worker.models.fused_products import power_of_two, summed
 
 # Heads of one token that a program attends for: the least number of rows that a tensor core takes.
 _HEADS: Final = 16
@@ -263,10 +263,6 @@ def _grouped_product_kernel(
     tl.store(target, total.to(out.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
-def _power_of_two(size: int, least: int = 1) -> int:
-    return max(least, int(triton.next_power_of_2(size)))
-
-
 def latents(
     queries: Tensor,
     keys: Tensor,
@@ -325,10 +321,10 @@ def _latents(
         QUERY_SLICES=len(queries),
         LATENT_SLICES=len(keys),
         RANK=rank,
-        RANK_BLOCK=_power_of_two(rank),
+        RANK_BLOCK=power_of_two(rank),
         DIM=dim,
         STRAIGHT=dim - 2 * cos.shape[-1] if layers else 0,
-        DIM_BLOCK=_power_of_two(dim, 2),
+        DIM_BLOCK=power_of_two(dim, 2),
         LAYERS=layers,
     )
     return query, own
@@ -360,7 +356,7 @@ def attend(
         "HEADS": heads,
         "DIM": dim,
         "STRAIGHT": dim - 2 * cos.shape[-1],
-        "COLUMNS": _power_of_two(dim, 16),
+        "COLUMNS": power_of_two(dim, 16),
     }
     _attend_kernel[(tokens, triton.cdiv(heads, _HEADS), parts)](
         queries,
@@ -390,7 +386,7 @@ def attend(
     )
     out = torch.empty((tokens, heads * dim), dtype=own.dtype, device=own.device)
     _attended_kernel[(tokens, heads)](
-        sums, peaks, weights, sink, cos, sin, out, parts, **sizes, PARTS=_power_of_two(parts), num_warps=2
+        sums, peaks, weights, sink, cos, sin, out, parts, **sizes, PARTS=power_of_two(parts), num_warps=2
     )
     return out
 
@@ -410,7 +406,7 @@ def grouped_product(x: Tensor, weights: Tensor) -> Tensor:
         WIDTH=width,
         RANK=rank,
         GROUPS=groups,
-        ROWS=_power_of_two(rows, 16),
+        ROWS=power_of_two(rows, 16),
         OUTPUTS=_OUTPUTS,
         COLUMNS=_COLUMN_BYTES // x.itemsize,
         STAGES=_STAGES,

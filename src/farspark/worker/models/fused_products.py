@@ -117,7 +117,7 @@ def summed(sums, slice_stride, mask, SLICES: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _normed(values, weight, width, eps, DTYPE: tl.constexpr):
+def row_normed(values, weight, width, eps, DTYPE: tl.constexpr):
     """RMSNorm of one row in float32, rounded before it is multiplied and after."""
     values *= tl.rsqrt(tl.sum(values * values) / width + eps)
     return (values.to(DTYPE).to(tl.float32) * weight).to(DTYPE)
@@ -148,18 +148,18 @@ def _add_norm_kernel(
     weight = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_OWN_NORM:
         own_weight = tl.load(own_norm + column, mask=inside, other=0.0).to(tl.float32)
-    added = tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
+    held = tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
     values = summed(sums + row + column, rows * width, inside, SLICES, dtype)
     if HAS_OWN_NORM:
-        values = _normed(values, own_weight, width, eps, dtype).to(tl.float32)
-        values = (values + added).to(dtype).to(tl.float32)
+        values = row_normed(values, own_weight, width, eps, dtype).to(tl.float32)
+        values = (values + held).to(dtype).to(tl.float32)
     else:
         # The norm sees the sum before it is rounded.
-        values += added
+        values += held
     if HAS_SCALAR:
         values = (values * tl.load(scalar).to(tl.float32)).to(dtype).to(tl.float32)
     tl.store(total + row + column, values.to(dtype), mask=inside)
-    tl.store(normed + row + column, _normed(values, weight, width, eps, dtype), mask=inside)
+    tl.store(normed + row + column, row_normed(values, weight, width, eps, dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -260,6 +260,22 @@ def _turned(a, b, norm, first, second, inside, c, s, eps, DIM: tl.constexpr, DTY
     return a * c - b * s, b * c + a * s
 
 
+def power_of_two(size: int, least: int = 1) -> int:
+    """The next one at or above `size`, and at or above `least`, which is one: what a kernel's ranges are as long as."""
+    return max(least, int(triton.next_power_of_2(size)))
+
+
+def whole_row(width: int) -> dict[str, int]:
+    """Of a kernel whose programs hold a row of `width` each: BLOCK, and the warps that have room for it in their registers."""
+    block = power_of_two(width)
+    return {"BLOCK": block, "num_warps": 8 if block > 2048 else 4}
+
+
+def processors(device: torch.device) -> int:
+    """Of a GPU; 1 where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., width] by weight [outputs, width]: sums [slices, rows, outputs]."""
     rows = x.reshape(-1, x.shape[-1])
@@ -293,10 +309,8 @@ def takes(rows: Tensor, weight: Tensor) -> bool:
 
 def _cut(rows: Tensor, outputs: int) -> tuple[int, int, int]:
     """(tiles of outputs, slices, turns of a slice) of a product."""
-    device = rows.device
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     tiles, turns = triton.cdiv(outputs, _OUTPUTS), triton.cdiv(rows.shape[1], _COLUMNS)
-    wanted = max(1, processors * _PROGRAMS_A_PROCESSOR // tiles)
+    wanted = max(1, processors(rows.device) * _PROGRAMS_A_PROCESSOR // tiles)
     slice_turns = max(_LEAST_TURNS, triton.cdiv(turns, wanted))
     return tiles, triton.cdiv(turns, slice_turns), slice_turns
 
@@ -323,7 +337,7 @@ def _product(
         outputs,
         slice_turns,
         WIDTH=width,
-        ROWS=max(16, int(triton.next_power_of_2(count))),
+        ROWS=power_of_two(count, 16),
         OUTPUTS=_OUTPUTS,
         COLUMNS=_COLUMNS,
         STAGES=_STAGES,
@@ -347,7 +361,6 @@ def add_norm(
     residual = residual.contiguous()
     slices, rows, width = sums.shape
     normed, total = torch.empty_like(residual), torch.empty_like(residual)
-    block = int(triton.next_power_of_2(width))
     _add_norm_kernel[(rows,)](
         sums.contiguous(),
         residual,
@@ -362,8 +375,7 @@ def add_norm(
         SLICES=slices,
         HAS_OWN_NORM=own_norm is not None,
         HAS_SCALAR=scalar is not None,
-        BLOCK=block,
-        num_warps=8 if block > 2048 else 4,
+        **whole_row(width),
     )
     return normed, total
 
@@ -429,7 +441,7 @@ def heads(
         NAMES=names,
         DIM=dim,
         NEOX=is_neox,
-        HALF=int(triton.next_power_of_2(dim // 2)),
+        HALF=power_of_two(dim // 2),
         NORMS_VALUES=norms_values,
         num_warps=1,
     )

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from farspark.worker.models.experts import ROUTING_EPS, Routing
-from farspark.worker.models.fused_products import added, summed
+from farspark.worker.models.fused_products import added, power_of_two, summed
+from farspark.worker.models.packed_experts import clamped_swiglu
 
 _COLUMNS: Final = 1024  # of the shared expert, of one program
 
@@ -77,9 +78,7 @@ def _route_kernel(
         source = shared + token * shared_row + column
         gate = summed(source, shared_slice, is_column, SHARED_SLICES, dtype)
         up = summed(source + INNER, shared_slice, is_column, SHARED_SLICES, dtype)
-        gate = tl.minimum(gate, limit)
-        up = tl.maximum(tl.minimum(up, limit), -limit)
-        tl.store(inner + token * INNER + column, (gate * tl.sigmoid(gate) * up).to(dtype), mask=is_column)
+        tl.store(inner + token * INNER + column, clamped_swiglu(gate, up, limit).to(dtype), mask=is_column)
 
 
 def route(
@@ -108,9 +107,9 @@ def route(
         SCORE_SLICES=len(scores),
         SHARED_SLICES=len(shared),
         EXPERTS=count,
-        BLOCK=int(triton.next_power_of_2(count)),
+        BLOCK=power_of_two(count),
         PER_TOKEN=per_token,
-        CHOICES=int(triton.next_power_of_2(per_token)),
+        CHOICES=power_of_two(per_token),
         INNER=inner,
         COLUMNS=_COLUMNS,
     )

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from farspark.worker.models.base import Arithmetic
+from farspark.worker.models.fused_products import power_of_two, summed
 from farspark.worker.models.hyper_connections import HyperConnection, HyperHead, Mixes
 
 _TOKENS: Final = 16  # of one program of the first: the least number of rows that a tensor core takes
@@ -74,18 +75,12 @@ def _advance_kernel(
         b, c, d = a, a, a
     else:
         place = token[:, None] * WIDTH + column[None, :]
-        y = tl.zeros([TOKENS, COLUMNS], tl.float32)
-        for piece in tl.static_range(SLICES):
-            y += tl.load(sums + piece * tokens * WIDTH + place, mask=inside, other=0.0).to(tl.float32)
-        y = y.to(dtype).to(tl.float32)
+        y = summed(sums + place, tokens * WIDTH, inside, SLICES, dtype)
         if PER_TOKEN > 0:
             total = tl.zeros([TOKENS, COLUMNS], tl.float32)
             for choice in tl.static_range(PER_TOKEN):
                 at = (token[:, None] * PER_TOKEN + choice) * WIDTH + column[None, :]
-                one = tl.zeros([TOKENS, COLUMNS], tl.float32)
-                for piece in tl.static_range(ROUTED_SLICES):
-                    one += tl.load(routed + piece * tokens * PER_TOKEN * WIDTH + at, mask=inside, other=0.0)
-                total += one.to(dtype).to(tl.float32)
+                total += summed(routed + at, tokens * PER_TOKEN * WIDTH, inside, ROUTED_SLICES, dtype)
             y = (total + y).to(dtype).to(tl.float32)
         held = stream + token[:, None] * (4 * WIDTH) + column[None, :]
         h0 = tl.load(held, mask=inside, other=0.0).to(tl.float32)
@@ -214,7 +209,7 @@ def _input_kernel(
 
 def _rows_of(fn: Tensor) -> int:
     """The projection's rows, one for the squares, and what is missing to a size that a tensor core takes."""
-    return max(16, int(triton.next_power_of_2(len(fn) + 1)))
+    return power_of_two(len(fn) + 1, 16)
 
 
 class FusedStreams:
@@ -309,10 +304,10 @@ def _input(
         COPIES=copies,
         OUTPUTS=0 if connection is None else len(connection.fn),
         ROWS=partial.shape[2],
-        PARTS=int(triton.next_power_of_2(partial.shape[1])),
+        PARTS=power_of_two(partial.shape[1]),
         ITERATIONS=iterations,
         IS_DELAYED=before is not None,
         HAS_NORM=weight is not None,
-        BLOCK=int(triton.next_power_of_2(width)),
+        BLOCK=power_of_two(width),
     )
     return x

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from farspark.worker.models.base import Arithmetic
 from farspark.worker.models.experts import Routing
+from farspark.worker.models.fused_products import power_of_two, processors, summed
 from farspark.worker.models.quantised import quantised_input
 
 _PAIRS: Final = 8  # (token, expert) pairs of one program: the columns of a tensor core's product
@@ -249,6 +250,13 @@ def _product_kernel(
 
 
 @triton.jit
+def clamped_swiglu(gate, up, limit):
+    """`experts.swiglu`, float32."""
+    gate = tl.minimum(gate, limit)
+    return gate * tl.sigmoid(gate) * tl.maximum(tl.minimum(up, limit), -limit)
+
+
+@triton.jit
 def _activation_kernel(
     sums,
     weights,
@@ -263,16 +271,11 @@ def _activation_kernel(
     pair = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < INNER
-    g = tl.zeros([COLUMNS], tl.float32)
-    u = tl.zeros([COLUMNS], tl.float32)
-    for piece in tl.static_range(SLICES):
-        at = sums + (piece * pairs + pair) * (2 * INNER) + column
-        g += tl.load(at, mask=inside, other=0.0)
-        u += tl.load(at + INNER, mask=inside, other=0.0)
     dtype = inner.dtype.element_ty
-    g = tl.minimum(g.to(dtype).to(tl.float32), limit)
-    u = tl.maximum(tl.minimum(u.to(dtype).to(tl.float32), limit), -limit)
-    values = g * tl.sigmoid(g) * u * tl.load(weights + pair)
+    source = sums + pair * (2 * INNER) + column
+    gate = summed(source, pairs * (2 * INNER), inside, SLICES, dtype)
+    up = summed(source + INNER, pairs * (2 * INNER), inside, SLICES, dtype)
+    values = clamped_swiglu(gate, up, limit) * tl.load(weights + pair)
     tl.store(inner + pair * INNER + column, values.to(dtype), mask=inside)
 
 
@@ -293,11 +296,8 @@ def _sum_kernel(
     inside = column < WIDTH
     total = tl.zeros([COLUMNS], tl.float32)
     for choice in tl.static_range(PER_TOKEN):
-        one = tl.zeros([COLUMNS], tl.float32)
-        for piece in tl.static_range(SLICES):
-            at = (piece * pairs + token * PER_TOKEN + choice) * WIDTH
-            one += tl.load(sums + at + column, mask=inside, other=0.0)
-        total += one.to(DTYPE).to(tl.float32)
+        source = sums + (token * PER_TOKEN + choice) * WIDTH + column
+        total += summed(source, pairs * WIDTH, inside, SLICES, DTYPE)
     tl.store(out + token * WIDTH + column, total, mask=inside)
 
 
@@ -316,9 +316,7 @@ class Matrices:
         self.per_expert = per_expert
         self.experts = len(words) // per_expert
         self.outputs = outputs
-        device = self.words.device
-        is_gpu = device.type == "cuda"
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
+        self._processors = processors(self.words.device)
 
     def times(self, x: Tensor, experts: Tensor) -> Tensor:
         """x [pairs / k, columns] by the matrices of its experts [pairs]: float32 [slices, pairs, per_expert, outputs]."""
@@ -342,7 +340,7 @@ class Matrices:
             PER_ROW=pairs // len(x),
             WIDTH=width,
             OUTPUTS=outputs,
-            ALL=max(_LEAST_ALL, int(triton.next_power_of_2(pairs))),
+            ALL=power_of_two(pairs, _LEAST_ALL),
             PAIRS=_PAIRS,
             BLOCKS=_BLOCKS,
             STAGES=_STAGES,
