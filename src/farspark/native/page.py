@@ -235,6 +235,10 @@ class Launch:
     def grid(self) -> tuple[int, int, int]:
         return self._grid[0], self._grid[1], self._grid[2]
 
+    def arguments(self, stream: int) -> tuple[int | None, ...]:
+        """What `cuLaunchKernel` takes."""
+        return self.function, *self.grid, self.threads, 1, 1, self.shared_bytes, stream, self.parameters, None
+
     def fill(self, grid_x: int, grid_y: int, *values: int) -> None:
         """For the next launch; none may be on its way into the driver. Values are 0 or above."""
         self._grid[0], self._grid[1] = grid_x, grid_y

@@ -66,10 +66,7 @@ class CudaKernels:
             found.append((offset.value, size.value))
 
     def launch(self, launch: Launch, stream: int) -> None:
-        grid, threads = launch.grid, launch.threads
-        result = self._launch(
-            launch.function, *grid, threads, 1, 1, launch.shared_bytes, stream, launch.parameters, None
-        )
+        result = self._launch(*launch.arguments(stream))
         if result:
             raise DirectLaunchError(f"cuLaunchKernel: CUDA error {result}")
 

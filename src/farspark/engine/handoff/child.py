@@ -54,16 +54,7 @@ def main(fd: int) -> int:
     page = HostPage.attach(library, region.memory, region.page_offset)
     stats, ring = Stats(), StagedRing(region)
     talker = Talker(job.spec, ring, stats, ring_lags=True)
-    proxy = Proxy(
-        page,
-        region,
-        ring,
-        talker,
-        stats,
-        spin_ns=job.spin_ns,
-        nap_ns=job.nap_ns,
-        tells=True,
-    )
+    proxy = Proxy(page, region, ring, talker, stats, spin_ns=job.spin_ns, nap_ns=job.nap_ns, tells=True)
     talker.start()
     # What is there now stays; a collection while a stream is parked need not look at it.
     gc.collect()

@@ -186,10 +186,7 @@ class _TakeReply:
 
     def _launch_on_nothing(self, stream: int) -> None:
         launch = self.launch(0, 0, 0)
-        result = self._driver.library.cuLaunchKernel(
-            launch.function, *launch.grid, launch.threads, 1, 1, 0, stream, launch.parameters, None
-        )
-        self._driver.check("cuLaunchKernel", result)
+        self._driver.check("cuLaunchKernel", self._driver.library.cuLaunchKernel(*launch.arguments(stream)))
 
     def close(self) -> None:
         """The stream is idle."""
