@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import sys
 import threading
@@ -26,9 +25,7 @@ AT_S = 1.0
 
 def main() -> None:
     job = json.loads(sys.stdin.readline())
-    # vLLM logs to stdout; the protocol keeps it for itself.
-    protocol = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    protocol = engine_run.take_stdout()
     if job.get("schedules_ahead"):
         schedule_ahead()
     result, llm = engine_run.run(job | {"phases": []}, protocol)

@@ -7,7 +7,6 @@ speculator was asked for and which collectives crossed processes is in the resul
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -22,8 +21,7 @@ _COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor
 
 def main() -> None:
     job = json.loads(sys.stdin.readline())
-    protocol = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    protocol = engine_run.take_stdout()
     result, llm = run(job, protocol)
     protocol.write(engine_run.RESULT + json.dumps(result) + "\n")
     llm.llm_engine.engine_core.shutdown()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -19,8 +18,7 @@ from tests.vllm import engine_run
 
 def main() -> None:
     job = json.loads(sys.stdin.readline())
-    protocol = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    protocol = engine_run.take_stdout()
     asyncio.run(run(job, protocol))
 
 

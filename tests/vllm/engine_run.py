@@ -35,13 +35,18 @@ UNTIL_S = 20.0
 
 def main() -> None:
     job = json.loads(sys.stdin.readline())
-    # vLLM logs to stdout; the protocol keeps it for itself.
-    protocol = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    protocol = take_stdout()
     result, llm = run(job, protocol)
     # Ahead of the shutdown, in which vLLM's own processes may race each other into an exception.
     protocol.write(RESULT + json.dumps(result) + "\n")
     llm.llm_engine.engine_core.shutdown()
+
+
+def take_stdout() -> TextIO:
+    """For the protocol alone: vLLM logs there, and finds stderr in its place from here on."""
+    protocol = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return protocol
 
 
 def run(job: dict[str, Any], protocol: TextIO) -> tuple[dict[str, Any], Any]:

@@ -5,7 +5,6 @@ an end by a stale header.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from typing import Any, TextIO
@@ -17,8 +16,7 @@ ENDS = "here the engine's end begins"
 
 def main() -> None:
     job = json.loads(sys.stdin.readline())
-    protocol = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+    protocol = engine_run.take_stdout()
     if job.get("schedules_ahead"):
         schedule_ahead()
     result, llm = engine_run.run(job, protocol)
