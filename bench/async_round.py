@@ -141,7 +141,7 @@ class Rig:
 
     def make_stream(self, region: Any, page: Any) -> Any:
         from farspark.engine.gather.streams import current_stream
-        from farspark.engine.handoff.stream import CudaStream
+        from farspark.engine.handoff.cuda_stream import CudaStream
 
         return CudaStream(region, page, current_stream(self.torch.device("cuda")))
 

@@ -23,7 +23,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
 
-from farspark.engine.gather.direct import CudaKernels  # noqa: E402
+from farspark.engine.gather.direct import kernel_driver  # noqa: E402
 from farspark.engine.gather.forms import check_fused  # noqa: E402
 from farspark.engine.gather.layout import GatherShape  # noqa: E402
 from farspark.engine.gather.torch_gather import StepTensors, TorchGather  # noqa: E402
@@ -126,7 +126,7 @@ def main() -> int:
     shape = GatherShape(
         max_requests=8, max_tokens=256, taps=options.taps, hidden_size=options.hidden, context=4096, ring=512
     )
-    driver = CudaKernels()
+    driver = kernel_driver()
     for name, why in (
         ("", check_fused(shape, device)),
         (" when launched directly", check_fused(shape, device, driver)),

@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.depth_control": CORE | {"engine.depth"},
     "engine.launch": {"errors", "engine.config", "transport.endpoint"},
     "engine.breaker": set(),
+    "engine.cuda_driver": {"errors", "native"},
     "engine.slots": CORE | {"wire"},
     "engine.draws": {"wire"},
     "engine.replies": {"native.round_calls", "wire"},
@@ -62,9 +63,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.round": CORE | {"wire", "engine.client", "engine.replies", "engine.route"} | ENGINE_CORE,
     "engine.capture": CORE | ENGINE_CORE | {"wire", "engine.round"},
     "engine.replay": CORE | ENGINE_CORE | {"wire", "transport", "engine.capture", "engine.client", "engine.round"},
-    "engine.gather": CORE | ENGINE_CORE | {"native", "engine.gather", "engine.round"},
+    "engine.gather": CORE | ENGINE_CORE | {"native", "engine.cuda_driver", "engine.gather", "engine.round"},
     "engine.talker": CORE | ENGINE_CORE | {"wire", "transport", "engine.capture", "engine.client", "engine.round"},
-    "engine.handoff": CORE | ENGINE_CORE | {"native", "engine.handoff", "engine.round", "engine.talker"},
+    "engine.handoff": CORE
+    | ENGINE_CORE
+    | {"native", "engine.cuda_driver", "engine.handoff", "engine.round", "engine.talker"},
     # What a proxy runs has nothing of a device in reach.
     "engine.handoff.region": ENGINE_CORE | {"engine.round"},
     "engine.handoff.gate": {"engine.handoff.region"},
@@ -105,7 +108,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine.vllm",
         "",
     },
-    "engine.vllm.pp": {"errors", "engine.config", "engine.vllm.pp", "engine.vllm.logs", "engine.vllm.warmup"},
+    "engine.vllm.pp": {
+        "errors",
+        "engine.config",
+        "engine.cuda_driver",
+        "engine.vllm.pp",
+        "engine.vllm.logs",
+        "engine.vllm.warmup",
+    },
     "worker": set(),
     "worker.config": CORE | {"transport.endpoint", "wire.layout"},
     "worker.batch": set(),
@@ -201,9 +211,9 @@ ONLY_IN: dict[str, set[str]] = {
     "farspark_smollm2_drafter": {"demo"},
     "ctypes": {
         "native",
-        "engine.gather.direct",
+        "engine.cuda_driver",
+        "engine.handoff.cuda_stream",
         "engine.handoff.stream",
-        "engine.vllm.pp.stream_waits",
         "transport.ucx",
     },
     "triton": {
@@ -297,7 +307,7 @@ def test_a_module_imports_only_what_its_room_may(path: Path) -> None:
         ("engine.handoff.handoff", "import torch"),
         ("engine.handoff.proxy", "import triton"),
         ("engine.handoff.proxy", "import ctypes"),
-        ("engine.handoff.proxy", "from farspark.engine.handoff.stream import CudaStream"),
+        ("engine.handoff.proxy", "from farspark.engine.handoff.cuda_stream import CudaStream"),
         ("engine.handoff.child", "from farspark.engine.handoff import handoff"),
         ("engine.handoff.region", "from farspark.engine.gather.torch_gather import TorchGather"),
         ("worker.session", "import torch"),

@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 from tests.fakes.drafters import expected, info
+from tests.fakes.host_stream import HostStream
 
 import farspark
 from farspark.engine.capture import CaptureHeader
@@ -28,7 +29,7 @@ from farspark.engine.config import AsyncProxy, AsyncSettings
 from farspark.engine.depth import OFF, NOut
 from farspark.engine.handoff.handoff import DeviceBuffers, Handoff, open_handoff
 from farspark.engine.handoff.region import Region, Submission
-from farspark.engine.handoff.stream import HostStream, Stream
+from farspark.engine.handoff.stream import Stream
 from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
 from farspark.engine.round import Phase
 from farspark.engine.shape import ModelShape

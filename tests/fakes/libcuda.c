@@ -1,5 +1,6 @@
 /* In place of the driver's library: a device whose memory is the host's, which does everything at once and in order. Compiled with
- * BATCH and PTX: what the driver returns for a batch and for a kernel's text; without BATCH it knows no batches. */
+ * BATCH and PTX: what the driver returns for a batch and for a kernel's text; without BATCH it knows no batches. LAYOUT: what it
+ * returns for a parameter behind a kernel's last; without LAYOUT it says nothing of parameters. OLD: a call is missing that all need. */
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -7,7 +8,7 @@
 
 #define WAIT 1u
 #define WRITE 2u
-#define FUNCTION ((void *)0xF00D)
+#define FUNCTION ((void *)0x7F00F00DF00D)
 
 typedef struct operation {
     uint32_t kind, pad0;
@@ -115,7 +116,21 @@ int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned gr
     return write_value(*(uint64_t *)parameters[3], round);
 }
 
+#ifdef LAYOUT
+int cuFuncGetParamInfo(void *function, size_t at, size_t *offset_p, size_t *size_p) {
+    static const size_t layout[3][2] = {{0, 8}, {8, 4}, {16, 8}};
+
+    if (function != FUNCTION || at >= 3)
+        return LAYOUT;
+    *offset_p = layout[at][0];
+    *size_p = layout[at][1];
+    return 0;
+}
+#endif
+
+#ifndef OLD
 int cuStreamQuery(void *stream) { return (void)stream, 0; }
+#endif
 
 int cuGetErrorString(int error, const char **text_p) {
     *text_p = error == 801 ? "operation not supported" : "planted";

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from tests.fakes.drafters import info
+from tests.fakes.host_stream import HostStream
 from torch import Tensor
 
 from farspark.engine.config import read_config
 from farspark.engine.gather.torch_gather import StepTensors
-from farspark.engine.handoff.stream import HostStream
 from farspark.engine.shape import ModelShape
 from farspark.engine.vllm.remote import Admissions, Batch, RemoteDrafter, RemoteDrafts, TpGroup
 

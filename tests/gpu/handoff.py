@@ -48,10 +48,11 @@ from farspark.engine.gather.forms import make_gather  # noqa: E402
 from farspark.engine.gather.layout import GatherShape  # noqa: E402
 from farspark.engine.gather.streams import current_stream  # noqa: E402
 from farspark.engine.gather.torch_gather import StepTensors, TorchGather  # noqa: E402
+from farspark.engine.handoff.cuda_stream import CudaStream  # noqa: E402
 from farspark.engine.handoff.handoff import DeviceBuffers  # noqa: E402
 from farspark.engine.handoff.process import ProxyProcess  # noqa: E402
 from farspark.engine.handoff.region import Region, distance  # noqa: E402
-from farspark.engine.handoff.stream import CudaStream, Stream  # noqa: E402
+from farspark.engine.handoff.stream import Stream  # noqa: E402
 from farspark.engine.result import ResultLayout, RoundOutcome  # noqa: E402
 from farspark.native import HostPage  # noqa: E402
 from farspark.worker.batch import DrafterInfo  # noqa: E402

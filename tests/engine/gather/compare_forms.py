@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from farspark.engine.gather.direct import CudaKernels
+from farspark.engine.gather.direct import kernel_driver
 from farspark.engine.gather.forms import check_fused, first_difference, random_step
 from farspark.engine.gather.layout import GatherShape
 from farspark.engine.gather.torch_gather import TorchGather
@@ -26,7 +26,7 @@ SHAPES = (
 
 
 def main(device: torch.device, steps: int, *, plant: bool, plant_seed: bool) -> int:
-    drivers = [None] if device.type == "cpu" else [None, CudaKernels()]
+    drivers = [None] if device.type == "cpu" else [None, kernel_driver()]
     for shape, driver in itertools.product(SHAPES, drivers):
         reference, fused = TorchGather(shape, device), TritonGather(shape, device, driver=driver)
         for seed in range(steps):

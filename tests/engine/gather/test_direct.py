@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.native.launches import parameters_of
 
+from farspark.engine.cuda_driver import DriverError
 from farspark.engine.gather.direct import DirectLaunchError, Layout, make_launch
 from farspark.engine.gather.forms import random_step
 from farspark.engine.gather.layout import GatherShape
@@ -269,3 +270,19 @@ def test_a_refusal_is_kept_as_the_reason(kernel: Kernel) -> None:
     assert gather.how_launched == (
         "by Triton's launcher: a launch with attributes: ctas, cooperative, dependent: (1, False, True)"
     )
+
+
+class Silent(Driver):
+    """Does not say how a kernel takes its parameters."""
+
+    def layout(self, function: int) -> Layout:
+        raise DriverError("cuFuncGetParamInfo: planted (999)")
+
+
+def test_what_the_driver_does_not_say_is_the_reason_and_every_launch_is_tritons(kernel: Kernel) -> None:
+    gather = TritonGather(SHAPE, CPU, driver=Silent())
+    step = random_step(SHAPE, CPU, 5, torch.bfloat16)
+    for _ in range(3):
+        gather.pack(step)
+    assert len(kernel.calls) == 3
+    assert gather.how_launched == "by Triton's launcher: cuFuncGetParamInfo: planted (999)"

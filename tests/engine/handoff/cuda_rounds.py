@@ -7,8 +7,8 @@ import threading
 import numpy as np
 from tests.fakes.async_world import make_info, talker_spec
 
+from farspark.engine.handoff.cuda_stream import CudaStream
 from farspark.engine.handoff.region import Region, RegionShape
-from farspark.engine.handoff.stream import CudaStream
 from farspark.native import HostPage, Status, load
 
 
@@ -38,6 +38,12 @@ def main() -> None:
             thread.join()
             assert bytes(result) == bytes(reply.memory)
             assert page.words().consumed == page.words().gathered == round_
+        there = np.zeros(64, dtype=np.uint8)
+        stream.to_device(there.ctypes.data, region.rows_address, 64)
+        region.rows[:64] = bytes(64)
+        stream.to_host(region.rows_address, there.ctypes.data, 64)
+        assert bytes(region.rows[:64]) == bytes([2] * 64)
+        assert stream.wait_idle(1.0)
         stream.close()
         page.close()
 

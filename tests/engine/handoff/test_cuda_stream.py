@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.fakes.libcuda import run_over
 
-ROOT = Path(__file__).resolve().parents[3]
 BATCH, KERNEL = ["batch of 2"], ["kernel on 50 words"]
 SINGLE, COPY = ["write", "wait"], ["copy to device", "write"]
 OLD = "without batches"
@@ -33,20 +30,7 @@ OLD = "without batches"
 def test_what_a_driver_lacks_is_done_in_more_calls(
     flags: list[str], lacks: list[str], of_a_round: list[str], tmp_path: Path
 ) -> None:
-    library = tmp_path / "libcuda.so.1"
-    source = ROOT / "tests" / "fakes" / "libcuda.c"
-    subprocess.run(["cc", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", *flags, source, "-o", library], check=True)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.handoff.cuda_rounds"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = run_over(tmp_path, flags, "-m", "tests.engine.handoff.cuda_rounds")
     # The probes before the first round wait for nobody.
     assert not {"wait", "copy to device"} & {*lines[: lines.index("copy to host")]}
     said = next(line for line in lines if line.startswith("stream memory operations"))
@@ -56,5 +40,5 @@ def test_what_a_driver_lacks_is_done_in_more_calls(
     rounds = lines[lines.index(said) + 1 :]
     has_kernel = of_a_round[-1] in KERNEL
     second = "kernel on 16 words" if has_kernel else "copy to host"
-    end = ["unload", "unregister"] if has_kernel else ["unregister"]
+    end = ["copy to device", "copy to host", *(["unload"] if has_kernel else []), "unregister"]
     assert rounds == ["copy to host", *of_a_round, second, *of_a_round, *end]

@@ -235,7 +235,16 @@ def _is_zombie(pid: int) -> bool:
 class Watcher:
     """A profiler for one thread that keeps every call into a module that a proxy must not touch."""
 
-    FORBIDDEN = ("torch", "triton", "vllm", "farspark.engine.handoff.stream", "farspark.engine.gather")
+    FORBIDDEN = (
+        "torch",
+        "triton",
+        "vllm",
+        "farspark.engine.cuda_driver",
+        "farspark.engine.gather",
+        "farspark.engine.handoff.cuda_stream",
+        "farspark.engine.handoff.stream",
+        "tests.fakes.host_stream",
+    )
 
     def __init__(self) -> None:
         self.calls = 0

@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed as dist
+from tests.fakes.libcuda import has_driver, run_over
 
 from farspark.engine.vllm.pp.faults import TokenTransportError
 from farspark.engine.vllm.pp.header import WORDS, Header
@@ -26,6 +27,29 @@ cuda: Any = torch.cuda
 
 def test_without_a_device_there_is_nothing_that_could_wait() -> None:
     assert waits_of(torch.device("cpu")) is None
+
+
+@pytest.mark.skipif(has_driver(), reason="there is a CUDA driver here")
+def test_without_a_driver_the_host_waits_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    assert waits_of(torch.device("cuda")) is None
+    assert "the token transport waits on the host, which costs time: the CUDA driver cannot be used" in caplog.text
+
+
+def test_a_stream_is_told_to_wait_for_a_word_as_the_driver_takes_it(tmp_path: Path) -> None:
+    program = """
+import ctypes
+from farspark.engine.cuda_driver import DriverError
+from farspark.engine.vllm.pp.stream_waits import StreamWaits
+StreamWaits._test = lambda self, device: None
+waits, word = StreamWaits(None), ctypes.c_uint32(5)
+waits.until_reached(0, ctypes.addressof(word), (1 << 32) + 5)
+try:
+    waits.until_equal(0, ctypes.addressof(word), 5)  # refused there
+except DriverError as error:
+    print(error)
+"""
+    lines = run_over(tmp_path, ["-DPTX=0"], "-c", program)
+    assert lines == ["wait", "wait", "cuStreamWaitValue32_v2: planted (1)"]
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ import pytest
 import torch
 from tests.fakes.async_worker import WorkerProcess
 from tests.fakes.drafters import expected
+from tests.fakes.host_stream import HostStream
 from tests.fakes.two_requests import INFO, QUERY, N, TwoRequests
 
-from farspark.engine.handoff.stream import HostStream, SelfTestError, StreamStuckError
+from farspark.engine.handoff.stream import SelfTestError, StreamStuckError
 from farspark.engine.result import RoundOutcome
 from farspark.engine.vllm import depths
 from farspark.engine.vllm.remote import RemoteDrafts

@@ -6,14 +6,13 @@ the arguments of the kernel in order and then the pointers to two scratch memori
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
+from farspark.engine.cuda_driver import CudaDriver, DriverError
 from farspark.errors import FarsparkError
 from farspark.native import Launch
 
-_INVALID_VALUE: Final = 1  # what the driver says of a parameter behind the last one
 _WARP: Final = 32
 # Global and profile scratch, null where a kernel has none.
 _SCRATCH: Final = ("*scratch", "*scratch")
@@ -24,51 +23,24 @@ Layout = list[tuple[int, int]]
 
 
 class DirectLaunchError(FarsparkError):
-    """This kernel is not launched directly, or not any more; the message says why."""
+    """This kernel is not launched directly; the message says why."""
 
 
 class KernelDriver(Protocol):
     def layout(self, function: int) -> Layout:
-        """Of the parameters of `function`, in order. Raises DirectLaunchError where the driver does not say."""
+        """Of the parameters of `function`, in order. Raises DriverError."""
         ...
 
     def launch(self, launch: Launch, stream: int) -> None:
-        """Enqueue it. Raises DirectLaunchError."""
+        """Enqueue it. Raises DriverError."""
         ...
 
 
-class CudaKernels:
-    """libcuda, which is in the process already. Calls leave the GIL."""
-
-    def __init__(self) -> None:
-        """Raises DirectLaunchError."""
-        pointer, unsigned, size = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t
-        try:
-            library = ctypes.CDLL("libcuda.so.1")
-            self._launch = library.cuLaunchKernel
-            self._info: Callable[..., int] = library.cuFuncGetParamInfo
-        except (OSError, AttributeError) as error:
-            raise DirectLaunchError(f"the driver cannot say how a kernel takes its parameters: {error}") from error
-        self._launch.argtypes = (pointer, *[unsigned] * 7, pointer, pointer, pointer)
-        self._launch.restype = ctypes.c_int
-        library.cuFuncGetParamInfo.argtypes = (pointer, size, pointer, pointer)
-        library.cuFuncGetParamInfo.restype = ctypes.c_int
-
-    def layout(self, function: int) -> Layout:
-        found: Layout = []
-        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-        while True:
-            result = self._info(function, len(found), ctypes.byref(offset), ctypes.byref(size))
-            if result == _INVALID_VALUE:
-                return found
-            if result:
-                raise DirectLaunchError(f"cuFuncGetParamInfo: CUDA error {result}")
-            found.append((offset.value, size.value))
-
-    def launch(self, launch: Launch, stream: int) -> None:
-        result = self._launch(*launch.arguments(stream))
-        if result:
-            raise DirectLaunchError(f"cuLaunchKernel: CUDA error {result}")
+def kernel_driver() -> KernelDriver:
+    """CUDA's. Raises DriverError where there is none, or one that cannot say how a kernel takes its parameters."""
+    driver = CudaDriver()
+    driver.function("cuFuncGetParamInfo")
+    return driver
 
 
 def make_launch(kernel: Any, driver: KernelDriver, arguments: int) -> Launch:
@@ -94,7 +66,10 @@ def make_launch(kernel: Any, driver: KernelDriver, arguments: int) -> Launch:
     if len(types) != arguments:
         raise DirectLaunchError(f"the kernel has {len(types)} arguments, expected {arguments}")
     expected = _natural_layout([*types, *_SCRATCH])
-    found = driver.layout(function)
+    try:
+        found = driver.layout(function)
+    except DriverError as error:
+        raise DirectLaunchError(str(error)) from error
     if found != expected:
         raise DirectLaunchError(f"the kernel's parameters lie at {found}, expected {expected}")
     return Launch(function, threads, shared, len(expected))

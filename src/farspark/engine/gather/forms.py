@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from farspark.engine.config import FusedGather
-from farspark.engine.gather.direct import CudaKernels, DirectLaunchError, KernelDriver
+from farspark.engine.cuda_driver import DriverError
+from farspark.engine.gather.direct import KernelDriver, kernel_driver
 from farspark.engine.gather.layout import GatherShape
 from farspark.engine.gather.torch_gather import StepTensors, TorchGather
 from farspark.errors import ConfigError
@@ -63,8 +64,8 @@ def _driver_of(device: torch.device) -> tuple[KernelDriver | None, str]:
     if device.type != "cuda":
         return None, f"the device is {device.type}"
     try:
-        return CudaKernels(), ""
-    except DirectLaunchError as error:
+        return kernel_driver(), ""
+    except DriverError as error:
         return None, str(error)
 
 

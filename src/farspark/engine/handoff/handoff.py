@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from farspark.engine.config import AsyncProxy, AsyncSettings
+from farspark.engine.cuda_driver import DriverError
 from farspark.engine.handoff.gate import Gate
 from farspark.engine.handoff.process import ProxyError, ProxyProcess
 from farspark.engine.handoff.region import Region, RegionShape, Submission
-from farspark.engine.handoff.stream import DriverError, SelfTestError, Stream, self_test
+from farspark.engine.handoff.stream import SelfTestError, Stream, self_test
 from farspark.engine.handoff.thread import ProxyThread
 from farspark.engine.result import ResultLayout
 from farspark.engine.round import Phase

@@ -27,6 +27,7 @@ from farspark.engine.gather.forms import make_gather
 from farspark.engine.gather.layout import GatherShape
 from farspark.engine.gather.streams import current_stream
 from farspark.engine.gather.torch_gather import StepTensors
+from farspark.engine.handoff.cuda_stream import CudaStream
 from farspark.engine.handoff.handoff import (
     DeviceBuffers,
     Handoff,
@@ -35,7 +36,6 @@ from farspark.engine.handoff.handoff import (
     open_handoff,
 )
 from farspark.engine.handoff.region import Submission
-from farspark.engine.handoff.stream import CudaStream
 from farspark.engine.result import PackedResult, ResultLayout, RoundOutcome
 from farspark.engine.round import MetaColumn, Phase, RemoteRound, RoundInput, RoundRequest
 from farspark.engine.shadow import ShadowComparison

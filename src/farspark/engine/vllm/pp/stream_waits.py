@@ -5,15 +5,17 @@ Driver calls on addresses. torch has none for it, and a kernel that spins would 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import time
 from typing import Any, Final
 
 import torch
 
+from farspark.engine.cuda_driver import CudaDriver, DriverError
+
 logger = logging.getLogger(__name__)
 
+_WAIT: Final = "cuStreamWaitValue32_v2"
 _REACHED: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ, cyclic
 _EQUAL: Final = 1  # CU_STREAM_WAIT_VALUE_EQ
 _TEST_S: Final = 5.0
@@ -25,37 +27,21 @@ class StreamWaits:
     """For the streams of one device, and the engine thread."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises OSError where the driver has no such calls, or where a stream does not do as told."""
-        library = ctypes.CDLL("libcuda.so.1")
-        try:
-            self._wait = library.cuStreamWaitValue32_v2
-            self._device_address = library.cuMemHostGetDevicePointer_v2
-        except AttributeError as error:
-            raise OSError(str(error)) from error
-        self._wait.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
-        self._device_address.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+        """Raises DriverError where the driver has no such calls, or where a stream does not do as told."""
+        self._driver = CudaDriver()
         self._test(device)
 
     def until_equal(self, stream: int, address: int, value: int) -> None:
-        """`stream` waits until the 32 bits at `address`, one of the device's, are `value`. Raises OSError."""
-        self._enqueue(stream, address, value, _EQUAL)
+        """`stream` waits until the 32 bits at `address`, one of the device's, are `value`. Raises DriverError."""
+        self._driver.call(_WAIT, stream, address, value, _EQUAL)
 
     def until_reached(self, stream: int, address: int, value: int) -> None:
         """As above, for a word that counts up, modulo 2^32."""
-        self._enqueue(stream, address, value & 0xFFFFFFFF, _REACHED)
+        self._driver.call(_WAIT, stream, address, value & 0xFFFFFFFF, _REACHED)
 
     def address_of(self, pinned: torch.Tensor) -> int:
-        """Where the device finds page-locked host memory."""
-        found = ctypes.c_uint64()
-        result = self._device_address(ctypes.byref(found), pinned.data_ptr(), 0)
-        if result:
-            raise OSError(f"cuMemHostGetDevicePointer returned {result}")
-        return found.value
-
-    def _enqueue(self, stream: int, address: int, value: int, how: int) -> None:
-        result = self._wait(stream, address, value, how)
-        if result:
-            raise OSError(f"cuStreamWaitValue32 returned {result}")
+        """Where the device finds page-locked host memory. Raises DriverError."""
+        return self._driver.device_address(pinned.data_ptr())
 
     def _test(self, device: torch.device) -> None:
         cuda: Any = torch.cuda
@@ -67,12 +53,12 @@ class StreamWaits:
             event.record(stream)
             time.sleep(_PARKED_S)
             if event.query():
-                raise OSError("a stream that was told to wait for a word did not wait")
+                raise DriverError("a stream that was told to wait for a word did not wait")
             word[0] = value
             ends = time.monotonic() + _TEST_S
             while not event.query():
                 if time.monotonic() > ends:
-                    raise OSError(f"a stream did not see a word of the host's within {_TEST_S:g} s")
+                    raise DriverError(f"a stream did not see a word of the host's within {_TEST_S:g} s")
                 time.sleep(0.0002)
 
 
@@ -82,6 +68,6 @@ def waits_of(device: torch.device) -> StreamWaits | None:
         return None
     try:
         return StreamWaits(device)
-    except OSError as error:
+    except DriverError as error:
         logger.warning("farspark: the token transport waits on the host, which costs time: %s", error)
         return None
