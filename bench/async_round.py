@@ -177,13 +177,11 @@ class Rig:
         self.result.copy_(self.host_result, non_blocking=True)
 
     def submission(self) -> Any:
-        import numpy as np
-
         from farspark.engine.handoff.region import Submission
         from farspark.engine.round import Phase
 
         return Submission(
-            np.arange(self.requests, dtype=np.int32),
+            list(range(self.requests)),
             [self.owners + i for i in range(self.requests)],
             0,
             Phase.DECODE,

@@ -364,7 +364,7 @@ class World:
         handoff.begin(work, prepare=getattr(work, "prepare", None))
         bound = min(sum(min(row.valid + row.rejected, self.info.context) for row in rows), self.device.max_rows)
         submission = Submission(
-            np.array([row.request.slot for row in rows], dtype=np.int32),
+            [row.request.slot for row in rows],
             [row.request.owner for row in rows],
             0,
             self.rng.choice((Phase.DECODE, Phase.PREFILL)),

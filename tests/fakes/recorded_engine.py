@@ -182,8 +182,8 @@ class RecordedEngine:
             turn.request.rows = torch.cat([turn.request.rows, kept])
             turn.request.end += len(kept)
         self.drafter.begin(self._tensors(turns, hidden, positions, anchors))
-        lengths = np.array([turn.n_rows for turn in turns])
-        self.drafter.finish(Batch(np.array([turn.request.slot for turn in turns]), lengths, None))
+        lengths = [turn.n_rows for turn in turns]
+        self.drafter.finish(Batch([turn.request.slot for turn in turns], lengths, None))
         policy = self.drafter.config.policy
         if policy is Policy.SHADOW:
             began = time.perf_counter()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tests.fakes.drafters import info
 from tests.fakes.host_stream import HostStream
@@ -94,7 +93,7 @@ class TwoRequests:
             )
         )
         self.end += QUERY
-        return self.drafter.finish(Batch(np.array(self.slots), np.full(2, QUERY), None))
+        return self.drafter.finish(Batch(list(self.slots), [QUERY] * 2, None))
 
     def drain(self) -> None:
         """Until the stream, where there is one, has come to its end."""

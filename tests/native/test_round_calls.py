@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import os
 import random
@@ -480,6 +481,179 @@ def test_calls_of_many_threads_do_not_disturb_each_other(calls: RoundCalls) -> N
     assert right == [True] * 300
 
 
+class Tensor:
+    """What is looked at of one."""
+
+    def __init__(self, address: int, dtype: object = "int32", stride: object = (1,), length: int = 2) -> None:
+        self.address, self.dtype, self._stride, self._length = address, dtype, stride, length
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def stride(self) -> object:
+        return self._stride
+
+    def __len__(self) -> int:
+        return self._length
+
+
+class Gone(Tensor):
+    def data_ptr(self) -> int:
+        raise RuntimeError("planted")
+
+
+def tap(address: int, **other: Any) -> Tensor:
+    return Tensor(address, **{"dtype": "bf16", "stride": (64, 1), **other})
+
+
+KEPT = Tensor(0), Tensor(0)
+STEP = {
+    "hidden": [tap(0x100), tap(0x200)],
+    "positions": Tensor(1, "int64"),
+    "query_start_loc": Tensor(2),
+    "slots": Tensor(3),
+    "num_sampled": Tensor(4),
+    "num_rejected": Tensor(5),
+    "last_sampled": KEPT[0],
+    "next_prefill_tokens": KEPT[1],
+    "row_bound": 7,
+    "wants_drafts": True,
+    "temperature": Tensor(9, "float32"),
+    "seeds": Tensor(10, "int64"),
+}
+
+
+class Filled:
+    """A launch that nobody makes."""
+
+    def __init__(self, calls: RoundCalls) -> None:
+        self.values = (ctypes.c_uint64 * 29)(*range(500, 529))
+        self.grid = (ctypes.c_uint32 * 3)(9, 4, 1)
+        self.calls = calls
+
+    def refill(self, rows: int = 0x1000, meta: int = 6, *, is_sampled: bool = True, **change: Any) -> int:
+        dtypes = ("int64", *["int32"] * 4, "bf16", *(("float32", "int64") if is_sampled else (None, None)))
+        known = (ctypes.addressof(self.values), ctypes.addressof(self.grid), 20, 4, KEPT, dtypes, (64, 1), 2)
+        return self.calls.refill_gather(known, tuple((STEP | change).values()), rows, meta)
+
+
+def test_a_gathers_launch_is_filled_for_a_step_of_a_known_kind(calls: RoundCalls) -> None:
+    filled = Filled(calls)
+    assert filled.refill() == 2
+    first = [0x100, 0x200, *[0x100] * 6]
+    assert filled.values[:] == [
+        *first,
+        508,
+        1,
+        2,
+        3,
+        4,
+        5,
+        *range(514, 517),
+        9,
+        10,
+        0x1000,
+        520,
+        6,
+        2,
+        523,
+        524,
+        1,
+        526,
+        527,
+        528,
+    ]
+    assert filled.grid[:] == [7, 4, 1]
+    assert (
+        filled.refill(wants_drafts=False, row_bound=20, slots=Tensor(8, length=4), hidden=(tap(0x300), tap(0x10))) == 4
+    )
+    assert (filled.values[25], filled.grid[0], filled.values[11], filled.values[22]) == (0, 20, 8, 4)
+    assert filled.values[:3] == [0x300, 0x10, 0x300]
+
+
+def test_where_drafts_are_not_sampled_nobody_looks_at_what_they_would_be_sampled_with(calls: RoundCalls) -> None:
+    filled = Filled(calls)
+    assert filled.refill(is_sampled=False, temperature=None, seeds=object()) == 2
+    assert filled.values[17:19] == [517, 518]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden": [tap(0x100)]},
+        {"hidden": [tap(0x100), tap(0x208)]},
+        {"hidden": [tap(0x100), tap(0x200, dtype="float32")]},
+        {"hidden": [tap(0x100), tap(0x200, stride=(128, 1))]},
+        {"hidden": [tap(0x100), tap(0x200, stride=None)]},
+        {"hidden": [tap(0x100), Gone(0x200, "bf16", (64, 1))]},
+        {"hidden": [tap(0x100), object()]},
+        {"hidden": [tap(0x100) for _ in range(9)]},
+        {"hidden": 5},
+        {"positions": Tensor(1)},
+        {"num_rejected": Tensor(5, "int64")},
+        {"num_rejected": Tensor(-5)},
+        {"query_start_loc": Gone(2)},
+        {"slots": Tensor(3, length=5)},
+        {"slots": Tensor(3, length=0)},
+        {"slots": None},
+        {"last_sampled": Tensor(0)},
+        {"next_prefill_tokens": Tensor(0)},
+        {"temperature": None},
+        {"seeds": Tensor(10)},
+        {"row_bound": 0},
+        {"row_bound": 21},
+        {"row_bound": 1 << 70},
+        {"row_bound": "7"},
+        {"rows": 0x1008},
+        {"meta": -1},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_step_of_another_kind_leaves_the_launch_as_it_was(change: dict[str, Any], calls: RoundCalls) -> None:
+    filled = Filled(calls)
+    assert filled.refill(**change) == 0
+    assert (filled.values[:], filled.grid[:]) == ([*range(500, 529)], [9, 4, 1])
+
+
+def test_a_round_is_described_whole_or_not_at_all(calls: RoundCalls) -> None:
+    record = bytearray(b"\xee" * 80)
+    address = ctypes.addressof((ctypes.c_char * 80).from_buffer(record))
+    for wrong in ([1 << 31, 0], [1], [1, 2, 3], [1, "2"], (1, 2), None, [-1, 0]):
+        assert not calls.describe_round(address, 9, wrong, [7, 1 << 63], [3, 2], True)  # type: ignore[arg-type]
+        assert not calls.describe_round(address, 9, [1, 2], [7, 1 << 63], wrong, True)  # type: ignore[arg-type]
+    for wrong in ([7], [7, 1 << 64], [-1, 7], None):
+        assert not calls.describe_round(address, 9, [1, 2], wrong, 0, True)  # type: ignore[arg-type]
+    assert not calls.describe_round(address, 9, [], [], 0, True)
+    assert not calls.describe_round(address, 9, [0] * 65, [0] * 65, 0, True)
+    assert record == b"\xee" * 80
+    assert calls.describe_round(address, 9, [1, 2], [7, 1 << 63], [3, 2], True)
+    assert record == struct.pack("<IIII2Q4i", 9, 2, 1, 0, 7, 1 << 63, 1, 2, 3, 2) + b"\xee" * 32
+    assert calls.describe_round(address, WHOLE, [3], [4], 5, False)
+    assert record[:32] == struct.pack("<IIIIQ2i", WHOLE, 1, 0, 0, 4, 3, 5)
+    with pytest.raises(TypeError, match="takes 6 arguments"):
+        calls.describe_round(address)  # type: ignore[call-arg]
+
+
+def test_a_round_is_handed_over_without_the_gil_and_what_the_page_says_comes_back(calls: RoundCalls) -> None:
+    round_ = bytearray(b"\xee" * 64)
+    address = ctypes.addressof((ctypes.c_char * 64).from_buffer(round_))
+    seen: list[tuple[int, int, bytes]] = []
+
+    def submit(page: int, device: int, round_at: int) -> int:
+        seen.append((page, device, ctypes.string_at(round_at, 40)))
+        return 7
+
+    callback = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * 3)(submit)
+    at_submit = ctypes.cast(callback, ctypes.c_void_p).value or 0
+    assert calls.submit_round(at_submit, 11, 1 << 63, address, 13, 14, 15, WHOLE) == 7
+    assert seen == [(11, 1 << 63, struct.pack("<QQQIIIi", 13, 14, 15, WHOLE, 0, 0, 0))]
+    assert round_[40:] == b"\xee" * 24
+    with pytest.raises(OverflowError):
+        calls.submit_round(at_submit, -1, 12, address, 13, 14, 15, 16)
+    assert len(seen) == 1
+
+
 def test_the_functions_are_those_that_python_declares(calls: RoundCalls) -> None:
     declared = {name for name, value in vars(RoundCalls).items() if callable(value) and not name.startswith("_")}
     assert set(vars(calls)) == declared
@@ -527,7 +701,14 @@ def test_the_calls_keep_no_memory(calls: RoundCalls) -> None:
         calls.read_answer(memoryview(b"".join(pieces)), SESSION, 5, StepReply, EntryReply, STATUSES)
         assert calls.send(ours.fileno(), pieces) == ALL
         calls.receive(theirs.fileno(), memory, 0, WHOLE, 4000, 0, at(5))
+        for change in ({}, {"positions": Tensor(1)}, {"hidden": [tap(1 << 70), tap(0x200)]}, {"row_bound": "7"}):
+            assert (filled.refill(1 << 60, 1 << 60, **change) == 0) == bool(change)
+        assert calls.describe_round(address, 1 << 31, [1 << 30], [1 << 62], 1 << 29, False)
+        assert not calls.describe_round(address, 1 << 31, [1 << 30], [1 << 62], "7", False)  # type: ignore[arg-type]
 
+    filled = Filled(calls)
+    record = (ctypes.c_char * 64)()
+    address = ctypes.addressof(record)
     with ours, theirs:
         for _ in range(200):
             round_trip()

@@ -64,10 +64,10 @@ UCXCHANNEL: Final = Library(
 ROUNDCALLS: Final = Library(
     "roundcalls",
     "the quick calls of a round",
-    4,
+    5,
     "round_calls.h",
-    ("round_calls.c", "step_calls.c"),
-    other_headers=("ucx_channel.h",),
+    ("round_calls.c", "step_calls.c", "submit_calls.c"),
+    other_headers=("ucx_channel.h", "hostflag.h"),
     flags=(*FLAGS, "-D_GNU_SOURCE"),
     foreign="the headers of Python (Debian and Ubuntu: python3-dev)",
     include=(Path(sysconfig.get_path("include")),),

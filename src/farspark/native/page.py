@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 from farspark.errors import FarsparkError
 from farspark.native.loader import HostflagLibrary
+from farspark.native.round_calls import load_round_calls
 
 FAR: Final = 1 << 26  # HOSTFLAG_FAR
 EVENTS: Final = 64  # HOSTFLAG_EVENTS
@@ -230,6 +231,9 @@ class Launch:
         self.shared_bytes: Final = shared_bytes
         self.address: Final = ctypes.addressof(self._launch)
         self.parameters: Final = ctypes.addressof(self._pointers)
+        # For whoever fills it without `fill`: u64 [parameters], u32 [3].
+        self.values_address: Final = first
+        self.grid_address: Final = ctypes.addressof(self._grid)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -267,9 +271,13 @@ class Submitter:
         """`device_page` is the page's address as the device has it."""
         self._submit = page.library.calls.hostflag_submit
         self._page = page
+        quick = load_round_calls()
+        self._submit_round = None if quick is None else quick.submit_round
         self._device = _Device(*calls, device_page)
         self._round = ctypes.create_string_buffer(_ROUND.size + 24 * max_copies)
         self._addresses = ctypes.addressof(self._device), ctypes.addressof(self._round)
+        at_submit = ctypes.cast(self._submit, ctypes.c_void_p).value or 0
+        self._submitted = at_submit, page._handle.value or 0, *self._addresses
         self._packs = [struct.Struct(f"<QQQIIIi{3 * copies}Q").pack_into for copies in range(max_copies + 1)]
 
     def submit(self, stream: int, round_: int, copies: Sequence[int], reply_to: int, launch: int = 0) -> Status:
@@ -277,9 +285,12 @@ class Submitter:
 
         OK, REFUSED (`refusal` says what), CLOSED. Raises HostflagError: not the owner, a launch that the device has no call for.
         """
-        number = len(copies) // 3
-        self._packs[number](self._round, 0, stream, launch, reply_to, round_, number, 0, 0, *copies)
-        status = self._submit(self._page._handle, *self._addresses)
+        if self._submit_round is not None and not copies:
+            status = self._submit_round(*self._submitted, stream, launch, reply_to, round_)
+        else:
+            number = len(copies) // 3
+            self._packs[number](self._round, 0, stream, launch, reply_to, round_, number, 0, 0, *copies)
+            status = self._submit(self._page._handle, *self._addresses)
         if status == 0:
             return Status.OK
         return self._page._outcome(status, "submit") if status != Status.REFUSED else Status.REFUSED

@@ -675,8 +675,8 @@ const char *roundcalls_build(void)
 PyObject *roundcalls_functions(void)
 {
     PyObject *all = PyDict_New();
-    if (all != NULL && (roundcalls_prepare_steps() < 0 || add_all(all, of_frames, NULL) < 0 ||
-                        add_all(all, roundcalls_of_steps, NULL) < 0))
+    if (all != NULL && (roundcalls_prepare_steps() < 0 || roundcalls_prepare_submits() < 0 || add_all(all, of_frames, NULL) < 0 ||
+                        add_all(all, roundcalls_of_steps, NULL) < 0 || add_all(all, roundcalls_of_submits, NULL) < 0))
         Py_CLEAR(all);
     return all;
 }

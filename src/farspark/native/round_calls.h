@@ -17,7 +17,7 @@
 #define ROUNDCALLS_API __attribute__((visibility("default")))
 
 /* Of the functions together: any change of them is another version. */
-#define ROUNDCALLS_VERSION 4u
+#define ROUNDCALLS_VERSION 5u
 #define ROUNDCALLS_NEVER INT64_MAX
 
 ROUNDCALLS_API uint32_t roundcalls_version(void);
@@ -62,8 +62,9 @@ size_t roundcalls_write_step(const roundcalls_round *round, uint64_t sequence, c
 /* Whether the frame is its faultless answer with drafts for everybody; then `round->reply` is the whole result. */
 int roundcalls_read_drafts(const roundcalls_round *round, uint64_t sequence, const unsigned char *frame, size_t bytes);
 
-/* Of step_calls.c; ends with NULL. */
-extern PyMethodDef roundcalls_of_steps[];
+/* Of step_calls.c and submit_calls.c; each ends with NULL. */
+extern PyMethodDef roundcalls_of_steps[], roundcalls_of_submits[];
 int roundcalls_prepare_steps(void);
+int roundcalls_prepare_submits(void);
 
 #endif

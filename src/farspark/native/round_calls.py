@@ -34,6 +34,10 @@ CLOCK_MONOTONIC; how `hostflag_publish` ended, UNPUBLISHED where it was not call
 UNPUBLISHED: Final = -1
 Made = tuple[type[Any], type[Any], type[Any], int, int]
 """Entry, EntryReply, DraftEntry; the statuses OK and PARTIAL_WINDOW."""
+GatherKind = tuple[int, int, int, int, tuple[Any, ...], tuple[Any, ...], tuple[int, ...], int]
+"""Addresses of a launch's values and of its grid; the most rows and requests of a step; the two of its tensors that the runner
+keeps for its life; the dtypes of five others, of the taps, of temperature and seeds (None where drafts are not sampled: nobody
+looks at the two then); the stride of every tap, and how many there are."""
 Rules = tuple[int, int, int, int, int, int, int]
 """Slots, context, row bytes, rows per STEP, N, vocabulary, greatest position."""
 
@@ -134,6 +138,45 @@ class RoundCalls(Protocol):
 
     def finish_reply(self, head: bytearray, reply: Any, /) -> list[bytearray | memoryview] | None:
         """What `wire.codec.finish_step_reply` returns."""
+        ...
+
+    def refill_gather(self, known: GatherKind, step: tuple[Any, ...], rows: int, meta: int, /) -> int:
+        """Fill the launch of the gather's kernel for another `engine.gather.torch_gather.StepTensors` of a kind that it was
+        filled for before, which is to write to the addresses `rows` and `meta`: the number of its requests.
+
+        0 where the step may be of another kind; then nothing was changed, and `TritonGather` looks at it more closely. Of taps
+        with the known stride the width is not looked at.
+        """
+        ...
+
+    def describe_round(
+        self,
+        record: int,
+        round_: int,
+        slots: list[int],
+        owners: list[int],
+        k_windows: list[int] | int,
+        is_prefill: bool,
+        /,
+    ) -> bool:
+        """What `engine.handoff.region.Region.describe` does, without windows, into the record at the address `record`. False,
+        with nothing changed, where that is left to it."""
+        ...
+
+    def submit_round(
+        self,
+        at_submit: int,
+        page: int,
+        device: int,
+        round_: int,
+        stream: int,
+        launch: int,
+        reply_to: int,
+        number: int,
+        /,
+    ) -> int:
+        """`hostflag_submit` at the address `at_submit`, without copies: what it returns. The others are addresses, too, but for
+        the round's `number`; the `hostflag_round` at `round_` is filled with them."""
         ...
 
     def ucx_calls(

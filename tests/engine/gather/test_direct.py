@@ -16,6 +16,7 @@ from farspark.engine.gather.direct import DirectLaunchError, Layout, make_launch
 from farspark.engine.gather.forms import random_step
 from farspark.engine.gather.layout import GatherShape
 from farspark.native import Launch
+from farspark.native.round_calls import open_round_calls
 
 pytest.importorskip("triton")
 from farspark.engine.gather import triton_gather as module
@@ -99,10 +100,10 @@ def values(arguments: list[Any]) -> list[int]:
 @pytest.mark.parametrize("shape", [SHAPE, SAMPLED])
 def test_the_driver_is_given_what_tritons_launcher_would_pass(shape: GatherShape, kernel: Kernel) -> None:
     by_triton, direct = TritonGather(shape, CPU), TritonGather(shape, CPU, driver=kernel.driver)
-    direct._places = by_triton._places  # else their buffers differ
+    direct._places, direct._meta = by_triton._places, by_triton._meta  # else their buffers differ
     for seed in range(40):
         step = random_step(shape, CPU, seed, torch.bfloat16 if seed % 3 else torch.float32)
-        step = dataclasses.replace(step, hidden=[one[: step.positions.shape[0]].clone() for one in step.hidden])
+        step = step._replace(hidden=[one[: step.positions.shape[0]].clone() for one in step.hidden])
         for keep in (True, False):
             kernel.calls.clear()
             by_triton._enqueue(step, keep=keep)
@@ -133,47 +134,52 @@ def test_a_prepared_launch_is_the_one_that_pack_makes(kernel: Kernel) -> None:
     assert (launch.grid, parameters_of(launch, sizes)) == (grid, expected)
     assert gather.prepare(step, TO[0] + 2, TO[1]) == 0  # Triton would compile another kernel for it
     with pytest.raises(ValueError, match="rows in a step"):
-        gather.prepare(dataclasses.replace(step, row_bound=SHAPE.max_rows + 1), *TO)
+        gather.prepare(step._replace(row_bound=SHAPE.max_rows + 1), *TO)
 
 
-def test_steps_of_a_runner_are_prepared_alike_with_few_looks_and_with_many(kernel: Kernel) -> None:
-    """The runner keeps some tensors for its life; the others are new ones in every step."""
-    quick = TritonGather(SHAPE, CPU, driver=kernel.driver)
-    first = random_step(SHAPE, CPU, 5, torch.bfloat16)
+@pytest.mark.parametrize("shape", [SHAPE, SAMPLED])
+def test_steps_of_a_runner_are_prepared_alike_with_few_looks_and_with_many(shape: GatherShape, kernel: Kernel) -> None:
+    """The runner keeps two tensors for its life; the others are new ones in every step, whatever their memory."""
+    calls = open_round_calls()
+    refills: list[int] = []
+
+    def refill(*arguments: Any) -> int:
+        refills.append(calls.refill_gather(*arguments))
+        return refills[-1]
+
+    counted: Any = SimpleNamespace(refill_gather=refill)
+    quick = TritonGather(shape, CPU, driver=kernel.driver, calls=counted)
+    first = random_step(shape, CPU, 5, torch.bfloat16)
     for _ in range(2):
         quick.pack(first)
-    plain = TritonGather(SHAPE, CPU, driver=kernel.driver)
-    plain._places, plain._launches = quick._places, quick._launches
-    kept = {name: getattr(first, name) for name in ("last_sampled", "next_prefill_tokens", "temperature", "seeds")}
+    plain = TritonGather(shape, CPU, driver=kernel.driver)
+    plain._places, plain._launches, plain._meta = quick._places, quick._launches, quick._meta
+    kept = {name: getattr(first, name) for name in ("last_sampled", "next_prefill_tokens")}
     sizes = [size for _, size in kernel.driver.parameters]
-    agains = 0
     for seed in range(60):
-        step = random_step(SHAPE, CPU, seed, torch.bfloat16)
-        step = dataclasses.replace(step, **kept, hidden=[one.clone() for one in step.hidden])
+        step = random_step(shape, CPU, seed, torch.bfloat16)
+        step = step._replace(**kept, hidden=[one.clone() for one in step.hidden])
         if seed % 7 == 6:
-            step = dataclasses.replace(step, last_sampled=step.last_sampled.clone())
+            step = step._replace(last_sampled=step.last_sampled.clone())
         seen: list[Any] = []
         for gather in (plain, quick):
-            plain._checked = None
-            places = TO[0] + 16 * seed, quick._places[1], TO[1] + 4 * seed
-            again = gather._prepare_again(step, places) if gather is quick else None
-            agains += again is not None
-            address = gather.prepare(step, places[0], places[2])
+            address = gather.prepare(step, TO[0] + 16 * seed, TO[1] + 4 * seed)
             (launch,) = (one for one in gather._launches.values() if one is not None and one.address == address)
             seen.append((launch.grid, parameters_of(launch, sizes), gather._enqueued_requests))
         assert seen[0] == seen[1]
-    assert 40 <= agains < 60
+    assert 40 <= sum(requests > 0 for requests in refills) < len(refills) == 59
     for change in ({"row_bound": SHAPE.max_rows + 1}, {"hidden": first.hidden[:-1]}, {"slots": first.slots[:0]}):
         assert quick.prepare(first, *TO)
         with pytest.raises(ValueError, match=r"in a step|expected"):
-            quick.prepare(dataclasses.replace(first, **change), *TO)
+            quick.prepare(first._replace(**change), *TO)
     assert quick.prepare(first, *TO)
     assert quick.prepare(first, TO[0] + 8, TO[1]) == 0
 
 
-def test_a_step_of_another_kind_is_tritons_to_launch(kernel: Kernel) -> None:
+@pytest.mark.parametrize("has_calls", [True, False])
+def test_a_step_of_another_kind_is_tritons_to_launch(has_calls: bool, kernel: Kernel) -> None:
     """Another kernel may be needed: other types, rows that are not aligned or lie otherwise; and none for no rows."""
-    gather = TritonGather(SHAPE, CPU, driver=kernel.driver)
+    gather = TritonGather(SHAPE, CPU, driver=kernel.driver, calls=open_round_calls() if has_calls else None)
     step = random_step(SHAPE, CPU, 5, torch.bfloat16)
     for _ in range(2):
         gather.pack(step)
@@ -198,7 +204,7 @@ def test_a_step_of_another_kind_is_tritons_to_launch(kernel: Kernel) -> None:
     for name, change in others.items():
         kernel.calls.clear()
         assert gather.prepare(step, *TO)  # the one before was ordinary
-        other = dataclasses.replace(step, **change)
+        other = step._replace(**change)
         assert gather.prepare(other, *TO) == 0, name
         gather.pack(other)
         assert len(kernel.calls) == 1, name

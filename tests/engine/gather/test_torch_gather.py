@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from dataclasses import dataclass, field
 
@@ -293,8 +292,7 @@ def test_a_sampled_step_says_each_requests_seed_and_temperature() -> None:
     """Behind the four columns, by slot: the bits of the temperature, the low and the high half of the seed."""
     of = shape(is_sampled=True)
     requests = [Request(slot=2, start_pos=0, query=3), Request(slot=0, start_pos=5, query=1)]
-    step = dataclasses.replace(
-        tensors(requests, of, 1),
+    step = tensors(requests, of, 1)._replace(
         temperature=torch.tensor([0.7, 9.0, 0.0, 9.0]),
         seeds=torch.tensor([-(2**63) + 5, 9, 2**40 - 1, 9]),
     )

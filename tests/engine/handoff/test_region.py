@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from tests.fakes.async_world import make_info, talker_spec
 from farspark.engine.handoff.gate import Gate
 from farspark.engine.handoff.region import KEPT, Area, Region, RegionShape, Submission, distance, next_round
 from farspark.engine.round import Phase
+from farspark.native.round_calls import open_round_calls
 
 
 @pytest.fixture
@@ -23,7 +26,7 @@ def region() -> Iterator[Region]:
 
 
 def submission(slots: list[int], owners: list[int]) -> Submission:
-    return Submission(np.array(slots), owners, np.array([5] * len(slots)), Phase.PREFILL, 4)
+    return Submission(slots, owners, [5] * len(slots), Phase.PREFILL, 4)
 
 
 def test_round_numbers_are_cyclic() -> None:
@@ -64,9 +67,44 @@ def test_a_descriptor_that_is_being_written_is_nobodys(region: Region) -> None:
             seen.extend([region.record(5), region.record(5 + KEPT)])
             return super().__iter__()
 
-    region.describe(5 + KEPT, Submission(np.array([2]), Slots([7]), 0, Phase.DECODE, 4), [])
+    region.describe(5 + KEPT, Submission([2], Slots([7]), 0, Phase.DECODE, 4), [])
     assert seen == [None, None]
     assert region.record(5 + KEPT) is not None
+
+
+def test_a_round_is_described_in_one_call_as_it_is_without(region: Region) -> None:
+    """Where that call leaves something to Python, Python does it, or says what is wrong."""
+    chance = random.Random(4)
+    made: list[bool] = []
+
+    def describe_round(*arguments: Any) -> bool:
+        made.append(open_round_calls().describe_round(*arguments))
+        return made[-1]
+
+    with Region(region.shape, describe_round=describe_round) as quick:
+        for round_ in (*range(200), (1 << 32) - 1, 0):
+            n = chance.randint(1, region.shape.model.slots)
+            one = Submission(
+                chance.sample(range(region.shape.model.slots), n),
+                [chance.randrange(2**64) for _ in range(n)],
+                chance.choice((0, 5, [chance.randrange(8) for _ in range(n)])),
+                chance.choice((Phase.DECODE, Phase.PREFILL)),
+                4,
+            )
+            windows = one.slots[:1] if round_ % 9 == 8 else []
+            for each in (region, quick):
+                each.describe(round_, one, windows)
+            records = region.record(round_), quick.record(round_)
+            assert records[0] is not None
+            assert records[1] is not None
+            size = 16 + 16 * n + 4 * len(windows)
+            assert records[0][:size] == records[1][:size]
+        assert made == [True] * 180
+        for wrong in ({"slots": [1 << 31]}, {"owners": [-1]}, {"k_windows": [1, 2]}, {"k_windows": -1 << 70}):
+            before = quick.record(0)
+            said = {"slots": [1], "owners": [2], "k_windows": 0} | wrong
+            assert not describe_round(quick.record_address(0), 64, *said.values(), False)
+            assert quick.record(0) == before
 
 
 def test_ring_rewind_a_staged_window_is_read_in_order_of_position(region: Region) -> None:

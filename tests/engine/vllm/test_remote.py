@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -58,7 +57,7 @@ def step(n: int = 2, query: int = 3, hidden: int = HIDDEN) -> StepTensors:
 
 
 def batch(n: int = 2, query: int = 3) -> Batch:
-    return Batch(np.arange(n), np.full(n, query), None)
+    return Batch(list(range(n)), [query] * n, None)
 
 
 class Ranks:
@@ -223,7 +222,7 @@ def test_warmup_rpc_a_rehearsal_takes_no_slot_sends_nothing_and_broadcasts_nothi
 def test_gates_hidden_states_that_are_not_tapped_refuse_the_start(make_ranks: Any) -> None:
     drafter = make_ranks().drafters[0]
     with pytest.raises(ConfigError, match=r"hidden states of widths \[\], expected 2 taps of 4"):
-        drafter.rehearse(replace(step(), hidden=()))
+        drafter.rehearse(step()._replace(hidden=()))
 
 
 def test_one_rank_alone_broadcasts_nothing(make_ranks: Any) -> None:
@@ -278,7 +277,7 @@ def test_shadow_holds_both_drafters_against_what_the_request_went_on_with(make_r
     answer_with(drafter, [[7, 7, 7]])
     for decoded in range(4):
         # The anchor is 7; one token a step.
-        drafter.begin(replace(step(query=1), positions=torch.tensor([decoded, decoded])))
+        drafter.begin(step(query=1)._replace(positions=torch.tensor([decoded, decoded])))
         drafter.finish(batch(query=1))
         drafter.compare(torch.tensor([[7, 9, 9], [7, 7, 7]]), None)
     found = drafter.snapshot()["shadow"]["accepted_lengths"]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.fakes.two_requests import INFO, QUERY, SLOTS, N, TwoRequests
@@ -118,7 +117,7 @@ def test_they_are_counted(make_engine: Any) -> None:
 def test_a_rank_finds_them_in_its_buffer_as_the_speculator_takes_them(make_engine: Any) -> None:
     engine = make_engine("synchronous")
     engine.step()
-    drafts = engine.drafter.finish(Batch(np.array([2, 0]), np.full(2, QUERY), None))
+    drafts = engine.drafter.finish(Batch([2, 0], [QUERY] * 2, None))
     assert drafts.sampled.tolist() == [True, False]
     assert drafts.support.shape == drafts.q.shape == (2, N, SUPPORT_IDS)
     assert drafts.support[0, :, 0].tolist() == drafts.tokens[0].tolist()

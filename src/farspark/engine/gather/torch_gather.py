@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,11 @@ from farspark.engine.gather.ring import DeviceRing, host_bytes
 from farspark.engine.round import MetaColumn, SamplingColumn
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTensors:
-    """One step as vLLM's runner hands it to a speculator. All but `row_bound` and `wants_drafts` live on the device."""
+class StepTensors(NamedTuple):
+    """One step as vLLM's runner hands it to a speculator. All but `row_bound` and `wants_drafts` live on the device.
+
+    `native/submit_calls.c` knows the order.
+    """
 
     hidden: Sequence[torch.Tensor]  # taps x [>= num_tokens, hidden], ascending layer order
     positions: torch.Tensor  # [>= num_tokens]

@@ -5,7 +5,7 @@ Importing this module imports Triton, which a device without a compiler for it d
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import triton
@@ -15,6 +15,7 @@ from farspark.engine.gather.direct import DirectLaunchError, KernelDriver, make_
 from farspark.engine.gather.streams import current_stream
 from farspark.engine.gather.torch_gather import StepTensors, TorchGather
 from farspark.native import Launch
+from farspark.native.round_calls import GatherKind, RoundCalls
 
 MAX_TAPS: Final = 8
 # Values of a row that one program copies; rows are 576 to 7,168 values a tap.
@@ -183,22 +184,8 @@ _GREATEST: Final = 2**31 - 1
 _WIDE: Final = 16  # of which the distance between two rows is a multiple, in values, where they are read in wide pieces
 
 _Kind = tuple[Any, ...]
-_Kept = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 _Places = tuple[int, int, int]
 """Where rows, ring and metadata are written to."""
-
-
-class _Checked(NamedTuple):
-    """A step that was launched directly: what a later one must have in common with it to be launched in the same way.
-
-    Tensors that the runner keeps for its life are known by their identity, and nothing of them is read again.
-    """
-
-    launch: Launch
-    kept: _Kept
-    dtypes: list[torch.dtype]  # of the others: five, then the taps
-    stride: tuple[int, ...]  # of every tap
-    middle: tuple[int, ...]  # the arguments behind those of the others, up to where the kernel writes to
 
 
 class TritonGather(TorchGather):
@@ -212,9 +199,15 @@ class TritonGather(TorchGather):
     """
 
     def __init__(
-        self, *arguments: Any, driver: KernelDriver | None = None, why_not_direct: str = "not asked for", **options: Any
+        self,
+        *arguments: Any,
+        driver: KernelDriver | None = None,
+        why_not_direct: str = "not asked for",
+        calls: RoundCalls | None = None,
+        **options: Any,
     ) -> None:
-        """Without a `driver` every launch is Triton's, for the reason `why_not_direct`.
+        """Without a `driver` every launch is Triton's, for the reason `why_not_direct`. With `calls` a step of the same kind as
+        the one before is prepared in one of them.
 
         Raises ValueError for more taps than the kernel takes.
         """
@@ -224,6 +217,7 @@ class TritonGather(TorchGather):
         self._requests = triton.next_power_of_2(self.shape.max_requests)
         self._blocks = triton.cdiv(self.shape.hidden_size, _BLOCK)
         self._driver = driver
+        self._refill = None if calls is None else calls.refill_gather
         self._current = current_stream(self._device) if self._device.type == "cuda" else int
         self._launches: dict[_Kind, Launch | None] = {}  # None: Triton's to make
         self._why_not = why_not_direct if driver is None else "no step has come yet"
@@ -231,7 +225,7 @@ class TritonGather(TorchGather):
         self._rows: list[int] = []
         self._token_stride = self._last_stride = 0
         self._step: StepTensors | None = None  # prepared: its memory must not be anybody else's before the launch
-        self._checked: _Checked | None = None
+        self._known: tuple[Launch, GatherKind] | None = None  # how the newest launch was filled, where it was prepared
         self._places: _Places = self._staging.data_ptr(), self.ring.rows.data_ptr(), self._meta.data_ptr()
 
     @property
@@ -255,78 +249,35 @@ class TritonGather(TorchGather):
         return 0 if launch is None else launch.address
 
     def _prepare(self, step: StepTensors, rows: int, meta: int) -> Launch | None:
-        places = rows, self._places[1], meta
-        if (launch := self._prepare_again(step, places)) is None:
-            row_bound = min(step.row_bound, self.shape.max_rows)
-            self._check(step)
-            launch = self._launches.get(self._kind(step))
-            if launch is None or row_bound == 0 or rows % _ALIGNED:
-                return None
-            self._fill_anew(launch, step, row_bound, places, keep=True)
-            self._checked = self._note(launch, step)
-            self._enqueued_requests = step.num_requests
-        self._step = step
+        if self._refill is not None and self._known is not None:
+            again, kind = self._known
+            if requests := self._refill(kind, step, rows, meta):
+                self._enqueued_requests, self._step = requests, step
+                return again
+        row_bound = min(step.row_bound, self.shape.max_rows)
+        self._check(step)
+        launch = self._launches.get(self._kind(step))
+        if launch is None or row_bound == 0 or rows % _ALIGNED:
+            return None
+        self._fill(launch, step, row_bound, (rows, self._places[1], meta), keep=True)
+        self._known = launch, self._note(launch, step)
+        self._enqueued_requests, self._step = step.num_requests, step
         return launch
 
-    def _note(self, launch: Launch, step: StepTensors) -> _Checked:
+    def _note(self, launch: Launch, step: StepTensors) -> GatherKind:
         """`_kind` has just looked at the step."""
-        return _Checked(
-            launch,
-            (step.last_sampled, step.next_prefill_tokens, step.temperature, step.seeds),
-            [tensor.dtype for tensor in _changing(step)],
-            step.hidden[0].stride(),
-            self._middle(step),
-        )
-
-    def _middle(self, step: StepTensors) -> tuple[int, ...]:
-        """The kernel's arguments behind those of the changing tensors, up to where it writes to."""
-        slots = step.slots.data_ptr()
+        changing = (step.positions, step.query_start_loc, step.slots, step.num_sampled, step.num_rejected)
+        sampling = [tensor.dtype if self.shape.is_sampled else None for tensor in self._sampling(step)]
         return (
-            step.last_sampled.data_ptr(),
-            self._last_stride,
-            step.next_prefill_tokens.data_ptr(),
-            slots if step.temperature is None else step.temperature.data_ptr(),
-            slots if step.seeds is None else step.seeds.data_ptr(),
+            launch.values_address,
+            launch.grid_address,
+            self.shape.max_rows,
+            self.shape.max_requests,
+            (step.last_sampled, step.next_prefill_tokens),
+            (*(tensor.dtype for tensor in (*changing, step.hidden[0])), *sampling),
+            step.hidden[0].stride(),
+            self.shape.taps,
         )
-
-    def _prepare_again(self, step: StepTensors, places: _Places) -> Launch | None:
-        """Fill the newest launch for a step like the one before it, with as few looks at tensors as tell that it is one; None
-        where it may be another. In a busy engine each look finds the tensor out of the caches.
-        """
-        checked, shape = self._checked, self.shape
-        if checked is None:
-            return None
-        last_sampled, next_prefill, temperature, seeds = checked.kept
-        if (
-            step.last_sampled is not last_sampled
-            or step.next_prefill_tokens is not next_prefill
-            or step.temperature is not temperature
-            or step.seeds is not seeds
-            or temperature is None  # the kernel is given the slots in its place
-            or seeds is None
-        ):
-            return None
-        row_bound, n, taps = step.row_bound, step.slots.size(0), step.hidden
-        tensors = _changing(step)
-        if (
-            not 0 < row_bound <= shape.max_rows
-            or not 1 <= n <= shape.max_requests
-            or [tensor.dtype for tensor in tensors] != checked.dtypes
-        ):
-            return None
-        stride, width = checked.stride, shape.hidden_size
-        for tap in taps:
-            if tap.stride() != stride or tap.size(-1) != width:
-                return None
-        others, rows = [tensor.data_ptr() for tensor in tensors[:_OTHERS]], [tap.data_ptr() for tap in taps]
-        bits = places[0]
-        for address in rows:
-            bits |= address
-        if bits % _ALIGNED:
-            return None
-        self._fill(checked.launch, step, row_bound, rows, stride[0], others, checked.middle, places, n, keep=True)
-        self._enqueued_requests = n
-        return checked.launch
 
     def _pack(self, step: StepTensors, row_bound: int, *, keep: bool) -> None:
         if self._driver is None or row_bound == 0:
@@ -335,7 +286,7 @@ class TritonGather(TorchGather):
         kind = self._kind(step)
         launch = self._launches.get(kind)
         if launch is not None:
-            self._fill_anew(launch, step, row_bound, self._places, keep=keep)
+            self._fill(launch, step, row_bound, self._places, keep=keep)
             self._driver.launch(launch, self._current())
             return
         kernel = self._launch_by_triton(step, row_bound, keep=keep)
@@ -373,41 +324,30 @@ class TritonGather(TorchGather):
             step.num_rejected.dtype,
             step.last_sampled.dtype,
             step.next_prefill_tokens.dtype,
-            None if step.temperature is None else step.temperature.dtype,
-            None if step.seeds is None else step.seeds.dtype,
+            *[tensor.dtype for tensor in self._sampling(step)],
         )
 
-    def _fill_anew(self, launch: Launch, step: StepTensors, row_bound: int, places: _Places, *, keep: bool) -> None:
-        """`_kind` has just looked at the step."""
-        others = [tensor.data_ptr() for tensor in _changing(step)[:_OTHERS]]
-        middle, n = self._middle(step), step.slots.shape[0]
-        self._fill(launch, step, row_bound, self._rows, self._token_stride, others, middle, places, n, keep=keep)
-
-    def _fill(
-        self,
-        launch: Launch,
-        step: StepTensors,
-        row_bound: int,
-        rows: list[int],
-        token_stride: int,
-        others: list[int],
-        middle: tuple[int, ...],
-        places: _Places,
-        n: int,
-        *,
-        keep: bool,
-    ) -> None:
-        """The arguments in the kernel's order, then no scratch memory."""
+    def _fill(self, launch: Launch, step: StepTensors, row_bound: int, places: _Places, *, keep: bool) -> None:
+        """The arguments in the kernel's order, then no scratch memory. `_kind` has just looked at the step."""
+        self._known = None
+        rows = self._rows
         launch.fill(
             row_bound,
             self._blocks,
             *rows,
             *rows[:1] * (MAX_TAPS - len(rows)),
-            token_stride,
-            *others,
-            *middle,
+            self._token_stride,
+            step.positions.data_ptr(),
+            step.query_start_loc.data_ptr(),
+            step.slots.data_ptr(),
+            step.num_sampled.data_ptr(),
+            step.num_rejected.data_ptr(),
+            step.last_sampled.data_ptr(),
+            self._last_stride,
+            step.next_prefill_tokens.data_ptr(),
+            *[tensor.data_ptr() for tensor in self._sampling(step)],
             *places,
-            n,
+            step.num_requests,
             self.shape.context,
             self.shape.ring,
             step.wants_drafts,
@@ -415,6 +355,14 @@ class TritonGather(TorchGather):
             0,
             0,
         )
+
+    def _sampling(self, step: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Temperature and seeds, where the kernel reads them; elsewhere it is given what is there for the gather's life."""
+        if not self.shape.is_sampled:
+            return self._meta, self._meta
+        assert step.temperature is not None
+        assert step.seeds is not None
+        return step.temperature, step.seeds
 
     def _launch_by_triton(self, step: StepTensors, row_bound: int, *, keep: bool) -> Any:
         """The kernel that it took; None where Triton interprets."""
@@ -436,8 +384,7 @@ class TritonGather(TorchGather):
             step.last_sampled,
             step.last_sampled.stride(0),
             next_prefill[0] if next_prefill.dim() == 2 else next_prefill,
-            step.slots if step.temperature is None else step.temperature,
-            step.slots if step.seeds is None else step.seeds,
+            *self._sampling(step),
             self._staging,
             self.ring.rows,
             self._meta,
@@ -454,18 +401,3 @@ class TritonGather(TorchGather):
             IS_SAMPLED=shape.is_sampled,
             IS_WIDE=token_stride % _WIDE == 0,
         )
-
-
-_OTHERS: Final = 5
-
-
-def _changing(step: StepTensors) -> tuple[torch.Tensor, ...]:
-    """Tensors that may be others in every step, in the order of the kernel's arguments, and then the taps."""
-    return (
-        step.positions,
-        step.query_start_loc,
-        step.slots,
-        step.num_sampled,
-        step.num_rejected,
-        *step.hidden,
-    )

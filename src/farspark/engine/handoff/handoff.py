@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from farspark.engine.config import AsyncProxy, AsyncSettings
 from farspark.engine.cuda_driver import DriverError
 from farspark.engine.handoff.gate import Gate
 from farspark.engine.handoff.process import ProxyError, ProxyProcess
-from farspark.engine.handoff.region import Region, RegionShape, Submission
+from farspark.engine.handoff.region import KEPT, Region, RegionShape, Submission
 from farspark.engine.handoff.stream import SelfTestError, Stream, self_test
 from farspark.engine.handoff.thread import ProxyThread
 from farspark.engine.result import ResultLayout
@@ -24,6 +23,7 @@ from farspark.engine.round import Phase
 from farspark.engine.talker import TalkerSpec
 from farspark.errors import FarsparkError
 from farspark.native import HostPage, NativeUnavailable, load
+from farspark.native.round_calls import load_round_calls
 from farspark.stats import Stats
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,9 @@ class Handoff:
         self._row_bytes = model.row_bytes
         self._staged = region.wanted.copy()  # of the asks: what was answered
         self._asks = region.asks
+        self._metas = [
+            region.meta_address(round_) + stream.device_offset for round_ in range(KEPT)
+        ]  # as the device has them
         self._has_more = False  # asks are left for slots that were in no round since
         self._round: int | None = None  # that was begun and is not submitted yet
         self._launch = 0  # of the gather, where the round's own call is to make it
@@ -119,8 +122,7 @@ class Handoff:
         if round_ is not None:
             self._launch = 0
             if prepare is not None:
-                meta = self._region.meta_address(round_) + self.stream.device_offset
-                self._launch = prepare(*step, self._host_rows, meta)
+                self._launch = prepare(*step, self._host_rows, self._metas[round_ % KEPT])
             if not self._launch:
                 self.stream.run(functools.partial(pack, *step))
         self._spent_ns = time.perf_counter_ns() - started
@@ -156,9 +158,10 @@ class Handoff:
         self._stats.record_us("rank0_submit_us", (self._spent_ns + time.perf_counter_ns() - started) / 1000)
         return True
 
-    def _windows(self, slots: npt.NDArray[np.integer[Any]]) -> list[int]:
-        """Those of `slots` whose windows the proxy has asked for since they were staged last. A window is of use only with a
-        round of its own slot."""
+    def _windows(self, in_round: list[int]) -> list[int]:
+        """Those of the slots `in_round` whose windows the proxy has asked for since they were staged last. A window is of use
+        only with a round of its own slot."""
+        slots = np.array(in_round)
         wanted = self._region.wanted[slots]
         differs = wanted != self._staged[slots]
         if not differs.any():
@@ -282,7 +285,11 @@ def open_handoff(
     layout = ResultLayout(spec.shape.slots, spec.shape.num_drafts, spec.shape.support)
     page_bytes = HostPage.bytes_needed(library, 4 * layout.size)
     try:
-        region = Region(RegionShape(spec.shape, max_rows, page_bytes))
+        quick = load_round_calls()
+        region = Region(
+            RegionShape(spec.shape, max_rows, page_bytes),
+            describe_round=None if quick is None else quick.describe_round,
+        )
         page = HostPage.format(library, region.memory, region.page_offset, 4 * layout.size, start=start)
     except OSError as error:
         raise HandoffRefusedError(f"no shared memory for the rounds: {error}") from error

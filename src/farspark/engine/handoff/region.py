@@ -13,10 +13,10 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ ROUNDS: Final = 1 << 32  # round numbers are cyclic
 _PHASES: Final = (Phase.DECODE, Phase.PREFILL)
 _HEAD_BYTES: Final = 16  # of a descriptor: round, requests, phase, windows
 _STATS_BYTES: Final = 1 << 16
+
+DescribeRound = Callable[[int, int, list[int], list[int], list[int] | int, bool], bool]
 
 
 def next_round(round_: int) -> int:
@@ -100,13 +102,12 @@ class Area:
         self._turn = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
+class Submission(NamedTuple):
     """One step as the host knows it when it enqueues the round, in batch order."""
 
-    slots: npt.NDArray[np.integer[Any]]  # [n]
-    owners: Sequence[int]  # [n], the number of each request's admission, different for every one
-    k_windows: npt.NDArray[np.integer[Any]] | int  # [n], drafts that the target verified; 0: nobody had any
+    slots: list[int]  # [n]
+    owners: list[int]  # [n], the number of each request's admission, different for every one
+    k_windows: list[int] | int  # [n], drafts that the target verified; 0: nobody had any
     phase: Phase
     row_bound: int  # rows that the gather packs at most
 
@@ -125,9 +126,14 @@ class Descriptor:
 class Region:
     """One mapping. `with` or `close` ends it; the file descriptor is for a child to inherit."""
 
-    def __init__(self, shape: RegionShape, fd: int | None = None) -> None:
-        """Makes the memory, or maps that of `fd`, which then is the region's to close. Raises OSError."""
+    def __init__(self, shape: RegionShape, fd: int | None = None, describe_round: DescribeRound | None = None) -> None:
+        """Makes the memory, or maps that of `fd`, which then is the region's to close. Raises OSError.
+
+        `describe_round` is the quick form of `describe`, without windows: False, with nothing changed, where it leaves a round to
+        the other. It is given the address of the record, the round, slots, owners, k_windows, and whether the phase is prefill.
+        """
         self.shape = shape
+        self._describe = describe_round
         model, kept = shape.model, KEPT
         self._end = 0
         page = self._take(shape.page_bytes)
@@ -187,20 +193,27 @@ class Region:
     def describe(self, round_: int, submission: Submission, windows: Sequence[int]) -> None:
         """Replaces the descriptor of the round 64 before. Its number goes first and the new one comes last, so that a reader in
         between takes it for neither."""
-        at, n = round_ % KEPT, len(submission.slots)
+        slots, owners, k_windows, phase, _ = submission
+        is_prefill = phase is not Phase.DECODE
+        if (
+            self._describe is not None
+            and not windows
+            and self._describe(self.record_address(round_), round_, slots, owners, k_windows, is_prefill)
+        ):
+            return
+        at, n = round_ % KEPT, len(slots)
         head = at * self._record_bytes // 4
         words = self._head_words
         words[head] = (round_ + 1) % ROUNDS  # never found in this place
-        k_windows = submission.k_windows
         self._bodies[n].pack_into(
             self._records,
             4 * (head + 1),
             n,
-            submission.phase is not Phase.DECODE,
+            is_prefill,
             len(windows),
-            *submission.owners,
-            *submission.slots.tolist(),
-            *([k_windows] * n if isinstance(k_windows, int) else k_windows.tolist()),
+            *owners,
+            *slots,
+            *([k_windows] * n if isinstance(k_windows, int) else k_windows),
         )
         if windows:
             place = head + (_HEAD_BYTES + 16 * n) // 4

@@ -69,7 +69,7 @@ class Proposal:
         assert drafts.support is not None
         assert drafts.q is not None
         rows = slots.long()[:, None, None]
-        is_drawn = drafts.sampled[:, None, None]
+        is_drawn = drafts.sampled[:, None, None] != 0
         columns = torch.where(is_drawn, drafts.support, drafts.tokens[:, :, None]).long()
         logits = drafts.q.log()
         if self._is_divided:

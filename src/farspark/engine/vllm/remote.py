@@ -89,13 +89,12 @@ class Admissions:
         return self._owners[slot][1]
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What the host knows of a step's requests, in batch order."""
+class Batch(NamedTuple):
+    """What the host knows of a step's requests, in batch order. A few numbers, which lists hold at less cost than numpy."""
 
-    slots: npt.NDArray[np.integer[Any]]  # [n], request-state indices
-    query_lengths: npt.NDArray[np.integer[Any]]  # [n], upper bounds where the device decides
-    num_drafts: npt.NDArray[np.integer[Any]] | None  # [n], drafts that the target verified; None: nobody had any
+    slots: list[int]  # [n], request-state indices
+    query_lengths: list[int]  # [n], upper bounds where the device decides
+    num_drafts: list[int] | None  # [n], drafts that the target verified; None: nobody had any
 
 
 class RemoteDrafts(NamedTuple):
@@ -103,10 +102,10 @@ class RemoteDrafts(NamedTuple):
 
     tokens: torch.Tensor  # int32 [n, N]
     confidences: torch.Tensor  # float32 [n, N]
-    ok: torch.Tensor  # bool [n]; rows that are not ok hold zeros
+    ok: torch.Tensor  # int32 [n], 0 or 1; rows that are not ok hold zeros
     depths: torch.Tensor  # int32 [n]; how many of a row's drafts to verify
     # Where drafts are sampled; None elsewhere.
-    sampled: torch.Tensor | None = None  # bool [n]; the row's drafts were drawn from q
+    sampled: torch.Tensor | None = None  # int32 [n], 0 or 1; the row's drafts were drawn from q
     support: torch.Tensor | None = None  # int32 [n, N, S]
     q: torch.Tensor | None = None  # float32 [n, N, S]
 
@@ -385,6 +384,7 @@ class RemoteDrafter:
             torch.zeros(self._layout.size, dtype=torch.int32, pin_memory=True) if on_cuda else self._result_device
         )
         self._result = PackedResult(self._layout, self._result_host.numpy())
+        self._drafts_of: dict[int, RemoteDrafts] = {}  # by number of requests: views of one buffer
         self._is_serving = False
         self._off_because: str | None = None
         self._rounds = 0
@@ -452,27 +452,33 @@ class RemoteDrafter:
             self._run_round(self.rank0, batch)
         if self._tp.size > 1:
             self._tp.broadcast(self._result_device)
-        n, shape = len(batch.slots), (self._layout.max_requests, self._layout.num_drafts)
-        tokens = self._result_device[self._layout.tokens].view(shape)[:n]
-        confidences = self._result_device[self._layout.confidences].view(torch.float32).view(shape)[:n]
         if self.config.on_fail is OnFail.RAISE and self.outcome() is RoundOutcome.FAILED:
             raise RoundFailedError(
                 "VLLM_DSPARK_REMOTE_ON_FAIL=raise: a round brought no drafts; rank 0's log and statistics say why"
             )
-        depths = self._result_device[self._layout.depths][:n]
-        self._undecided = [int(slot) for slot in batch.slots]
-        ok = self._result_device[self._layout.ok][:n].bool()
-        if not self._layout.support:
-            return RemoteDrafts(tokens, confidences, ok, depths)
-        wide = *shape, self._layout.support
-        return RemoteDrafts(
-            tokens,
-            confidences,
-            ok,
-            depths,
-            sampled=self._result_device[self._layout.sampled][:n].bool(),
-            support=self._result_device[self._layout.support_ids].view(wide)[:n],
-            q=self._result_device[self._layout.q].view(torch.float32).view(wide)[:n],
+        self._undecided = batch.slots
+        n = len(batch.slots)
+        drafts = self._drafts_of.get(n)
+        if drafts is None:
+            drafts = self._drafts_of[n] = self._view(n)
+        return drafts
+
+    def _view(self, n: int) -> RemoteDrafts:
+        layout, result = self._layout, self._result_device
+        shape = layout.max_requests, layout.num_drafts
+        drafts = RemoteDrafts(
+            tokens=result[layout.tokens].view(shape)[:n],
+            confidences=result[layout.confidences].view(torch.float32).view(shape)[:n],
+            ok=result[layout.ok][:n],
+            depths=result[layout.depths][:n],
+        )
+        if not layout.support:
+            return drafts
+        wide = *shape, layout.support
+        return drafts._replace(
+            sampled=result[layout.sampled][:n],
+            support=result[layout.support_ids].view(wide)[:n],
+            q=result[layout.q].view(torch.float32).view(wide)[:n],
         )
 
     def outcome(self) -> RoundOutcome:
@@ -594,7 +600,7 @@ class RemoteDrafter:
                 is_handed_over = handoff.submit(
                     Submission(
                         batch.slots,
-                        [number(slot) for slot in batch.slots.tolist()],
+                        [number(slot) for slot in batch.slots],
                         0 if batch.num_drafts is None else batch.num_drafts,
                         self._phase(batch),
                         self._row_bound,
@@ -626,13 +632,12 @@ class RemoteDrafter:
     def _requests(self, batch: Batch) -> list[RoundRequest]:
         drafts = batch.num_drafts
         return [
-            RoundRequest(int(slot), self._admissions.owner(int(slot)), 0 if drafts is None else int(drafts[row]))
+            RoundRequest(slot, self._admissions.owner(slot), 0 if drafts is None else drafts[row])
             for row, slot in enumerate(batch.slots)
         ]
 
     def _phase(self, batch: Batch) -> Phase:
-        # Of a few numbers the longest is found faster in a list than by numpy.
-        is_decode = max(batch.query_lengths.tolist()) <= self.shape.num_drafts + 1
+        is_decode = max(batch.query_lengths) <= self.shape.num_drafts + 1
         return Phase.DECODE if is_decode else Phase.PREFILL
 
     def _turn_off(self) -> None:

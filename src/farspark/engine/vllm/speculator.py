@@ -210,7 +210,8 @@ class _Remote:
         num_speculative_tokens: int | None = None,
         **more: Any,
     ) -> torch.Tensor:
-        n = input_batch.num_reqs
+        n, context = input_batch.num_reqs, self.remote.shape.context
+        query_lengths = input_batch.num_scheduled_tokens[:n].tolist()
         step = StepTensors(
             hidden=aux_hidden_states or (),
             positions=input_batch.positions,
@@ -220,7 +221,7 @@ class _Remote:
             num_rejected=num_rejected,
             last_sampled=last_sampled,
             next_prefill_tokens=next_prefill_tokens,
-            row_bound=int(input_batch.num_scheduled_tokens[:n].clip(max=self.remote.shape.context).sum()),
+            row_bound=sum([min(length, context) for length in query_lengths]),
             # The rows of a round that wants no drafts are needed all the same: the next block reads them.
             wants_drafts=num_speculative_tokens is None or num_speculative_tokens > 0,
             temperature=temperature,
@@ -253,8 +254,11 @@ class _Remote:
             return self._rehearsed(local, n, num_speculative_tokens)
         # Ahead of a local draft on the stream, so that the worker drafts while the device does.
         self.remote.begin(step)
+        num_drafts = input_batch.num_draft_tokens_per_req
         batch = Batch(
-            input_batch.idx_mapping_np[:n], input_batch.num_scheduled_tokens[:n], input_batch.num_draft_tokens_per_req
+            input_batch.idx_mapping_np[:n].tolist(),
+            query_lengths,
+            None if num_drafts is None else num_drafts[:n].tolist(),
         )
         return self._drafts(local, batch, step, num_speculative_tokens)
 
@@ -299,14 +303,16 @@ class CapacitySpeculator(_Remote, BaseSpeculator):  # type: ignore[misc]
 
     def _rehearsed(self, local: LocalDraft, n: int, num_drafts: int | None) -> torch.Tensor:
         # The runner writes -1 past the drafts that it schedules.
-        self.draft_token_confidence_probs[:n].zero_()
+        if self.enable_adaptive_verification:
+            self.draft_token_confidence_probs[:n].zero_()
         return self.draft_tokens[:n].zero_()
 
     def _drafts(self, local: LocalDraft, batch: Batch, step: StepTensors, num_drafts: int | None) -> torch.Tensor:
         remote = self.remote.finish(batch)
         self._note_draws(step, remote)
         n = len(batch.slots)
-        self.draft_token_confidence_probs[:n].copy_(worth_verifying(remote))
+        if self.enable_adaptive_verification:  # nobody else reads them
+            self.draft_token_confidence_probs[:n].copy_(worth_verifying(remote))
         return self.draft_tokens[:n].copy_(remote.tokens)
 
 
@@ -322,7 +328,7 @@ class _WithLocalDrafter(_Remote, DSparkSpeculator):  # type: ignore[misc]
 
     def _take_remote(self, drafts: torch.Tensor, remote: RemoteDrafts) -> None:
         """Put the worker's drafts, where there are any, into the places of `drafts` [n, N]."""
-        usable = remote.ok[:, None]
+        usable = remote.ok[:, None] != 0
         drafts.copy_(torch.where(usable, remote.tokens.to(drafts.dtype), drafts))
         confidences = getattr(self, "draft_token_confidence_probs", None)
         if confidences is not None:
