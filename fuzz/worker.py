@@ -26,7 +26,8 @@ from farspark.wire.layout import FrameStatus, Operation
 from farspark.wire.messages import Entry, Freed, Header, Hello, Judge, Proof, Step, StepReply
 from farspark.worker.batch import DraftBatch, DraftResult
 from farspark.worker.config import WorkerConfig
-from farspark.worker.server import Server, _Connection
+from farspark.worker.connection import Connection
+from farspark.worker.server import Server
 from farspark.worker.session import SlotPool
 from fuzz.driver import reproduce
 from fuzz.faults_of_ours import FaultsOfOurs
@@ -72,7 +73,7 @@ class Worker(Server):
         self.fuzzed.fault = None
         self.fuzzed.fail_next = 0
         self.fuzzed.not_finite.clear()
-        self._pool = SlotPool(INFO.slots)
+        self._answers._pool = SlotPool(INFO.slots)
         for rows in self.fuzzed.rows:
             rows.clear()
 
@@ -120,7 +121,7 @@ class Peer:
         make_ready(self.channel)
         worker = program.worker
         proof = auth.WorkerSide(program.token, identity=INFO.identity, markov_identity=INFO.markov_identity)
-        self.connection = _Connection(self.channel, next(program.numbers), proof)
+        self.connection = Connection(self.channel, next(program.numbers), proof)
         worker._connections.add(self.connection)
 
     def put(self, data: bytes) -> None:

@@ -122,9 +122,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker.session": CORE | {"native.round_calls", "wire", "worker.batch"},
     "worker.turns": {"worker.batch", "worker.session"},
     "worker.greeting": {"wire", "worker.batch"},
+    "worker.connection": {"transport.base", "wire", "worker.session"},
+    "worker.tally": CORE | {"transport.base", "wire", "worker.connection", "worker.session"},
+    "worker.answers": CORE
+    | {"native.round_calls", "transport.base", "wire"}
+    | {"worker.batch", "worker.config", "worker.connection", "worker.greeting", "worker.session", "worker.tally"}
+    | {"worker.turns"},
     "worker.server": CORE
-    | {"native.round_calls", "wire", "transport"}
-    | {"worker.config", "worker.batch", "worker.greeting", "worker.session", "worker.turns"},
+    | {"transport", "wire"}
+    | {"worker.answers", "worker.batch", "worker.config", "worker.connection", "worker.tally"},
     "worker.checkpoint": CORE | {"worker.batch", "worker.checkpoint"},
     "worker.context": CORE | {"worker.batch", "worker.memory"},
     "worker.device": CORE | {"worker.context", "worker.graphs", "worker.models", "worker.ring_attention"},
@@ -194,7 +200,10 @@ ONLY_IN: dict[str, set[str]] = {
         "engine.client",
         "engine.handoff",
         "engine.stats_file",
+        "worker.answers",
+        "worker.connection",
         "worker.server",
+        "worker.tally",
         "worker.turns",
         "mock.relay",
         "check.run",
@@ -314,6 +323,8 @@ def test_a_module_imports_only_what_its_room_may(path: Path) -> None:
         ("worker.drafter", "from farspark.wire import layout"),
         ("worker.server", "from farspark.engine.config import EngineConfig"),
         ("worker.server", "from farspark.cli import main"),
+        ("worker.answers", "from farspark.transport import listen"),
+        ("worker.tally", "from farspark.worker.answers import Answers"),
         ("cli.mock_worker", "import socket"),
         ("mock.relay", "from farspark.engine.client import Client"),
         ("stats", "from farspark.wire import layout"),

@@ -86,8 +86,8 @@ PLANTED = {
     "a session outlives its connection": (
         "worker",
         "worker/server.py",
-        "            if connection.session is not None:\n                with self._sessions:",
-        "            if False:\n                with self._sessions:",
+        "ended = self._answers.end_session(connection)\n            self._forget",
+        'ended = ""\n            self._forget',
     ),
     "a token out of range is drafted from": (
         "worker",
@@ -97,7 +97,7 @@ PLANTED = {
     ),
     "whoever has no token is served": (
         "worker",
-        "worker/server.py",
+        "worker/answers.py",
         "if not connection.proof.is_satisfied and",
         "if False and",
     ),

@@ -24,8 +24,9 @@ from farspark.transport import parse_endpoint, parse_endpoints
 from farspark.wire import codec
 from farspark.wire.layout import EntryFlag, StepFlag
 from farspark.wire.messages import Entry
+from farspark.worker.answers import SEND_TIMEOUT_S
 from farspark.worker.config import WorkerConfig
-from farspark.worker.server import SEND_TIMEOUT_S, Server
+from farspark.worker.server import Server
 
 # Whoever waits for a peer that does not read waits at least this long; nobody else may come near it.
 FELT_S = SEND_TIMEOUT_S / 2

@@ -20,13 +20,13 @@ from tests.fakes.drafters import INFO, ArithmeticDrafter, expected
 from tests.fakes.shape import shape_for
 from tests.fakes.tiny_checkpoint import write_tiny
 from tests.transport.ucx import needs_ucx
-from tests.worker.test_server import DRAFT, HELLO, NEW, Peer, config, entry, ids, serving, soon, until
+from tests.worker.peer import DRAFT, HELLO, NEW, Peer, config, entry, ids, serving, soon, until
 
 from farspark.errors import ConfigError, TransportError
 from farspark.transport import connect
 from farspark.wire import codec
 from farspark.wire.layout import FrameStatus, Operation, RequestStatus, StepFlag
-from farspark.wire.messages import Entry, StepReply
+from farspark.wire.messages import Entry
 from farspark.worker.batch import DraftBatch, Drafter, DraftResult
 from farspark.worker.drafter import open_drafter
 from farspark.worker.server import Server
@@ -57,18 +57,6 @@ class Gate:
         return self.inner.draft(batch)
 
 
-def send_step(peer: Peer, *entries: Entry, rows: bytes, flags: StepFlag = StepFlag(0)) -> None:
-    peer.sequence += 1
-    head = codec.encode_step_head(peer.session, peer.sequence, 77, entries, len(rows), flags)
-    peer.channel.send([head, rows], soon())
-
-
-def drafts(peer: Peer) -> StepReply:
-    header, payload = codec.decode_frame(peer.channel.recv(soon()))
-    assert header.status == FrameStatus.OK, codec.decode_message(payload)
-    return codec.decode_step_reply(payload)
-
-
 def row(owner: int, position: int) -> bytes:
     return struct.pack("<IIII", owner, position, 3, 4)
 
@@ -83,12 +71,12 @@ def joined_after(server: Server, gate: Gate, blocker: Peer, waiting: int) -> Ite
     """What is sent inside waits while the blocker's step is drafted for, and is then drafted for together."""
     gate.is_open.clear()
     calls = len(gate.batches)
-    send_step(blocker, entry(0, 0, 1, DRAFT | NEW), rows=row(99, 0))
+    blocker.send_step(entry(0, 0, 1, DRAFT | NEW), rows=row(99, 0))
     until(lambda: len(gate.batches) == calls + 1)
     yield
-    until(lambda: f"{waiting} wait" in repr(server._turns))
+    until(lambda: f"{waiting} wait" in repr(server))
     gate.is_open.set()
-    drafts(blocker)
+    blocker.drafts()
 
 
 def test_engines_with_equal_slots_and_requests_are_drafted_for_together_each_from_its_own_rows() -> None:
@@ -101,9 +89,9 @@ def test_engines_with_equal_slots_and_requests_are_drafted_for_together_each_fro
         for at in range(12):
             with joined_after(server, gate, blocker, 3):
                 for owner, engine in enumerate(engines):
-                    send_step(engine, entry(0, at, 1, DRAFT if at else DRAFT | NEW), rows=row(owner, at))
+                    engine.send_step(entry(0, at, 1, DRAFT if at else DRAFT | NEW), rows=row(owner, at))
             for owner, engine in enumerate(engines):
-                assert drafts(engine).tokens.tolist() == wanted(owner, max(0, at - 7), at + 1)
+                assert engine.drafts().tokens.tolist() == wanted(owner, max(0, at - 7), at + 1)
             assert len(gate.batches[-1].entries) == 3
         until(lambda: server.snapshot()["counters"]["steps"] == 48)
         stats = server.snapshot()
@@ -125,12 +113,12 @@ def test_a_session_with_margins_and_one_that_verifies_less_get_what_they_would_g
         for peer in (blocker, plain, few, shadow):
             peer.hello(replace(HELLO, slots=1))
         with joined_after(server, gate, blocker, 3):
-            send_step(plain, entry(0, 0, 2, DRAFT | NEW), rows=row(1, 0) + row(1, 1))
-            send_step(few, entry(0, 0, 1, DRAFT | NEW)._replace(n_out=2), rows=row(2, 0))
-            send_step(shadow, entry(0, 0, 1, DRAFT | NEW), rows=row(3, 0), flags=StepFlag.MARGINS)
-        assert drafts(plain).tokens.tolist() == wanted(1, 0, 2)
-        assert drafts(few).tokens.tolist() == wanted(2, 0, 1)[:2] + [0] * (N - 2)
-        reply = drafts(shadow)
+            plain.send_step(entry(0, 0, 2, DRAFT | NEW), rows=row(1, 0) + row(1, 1))
+            few.send_step(entry(0, 0, 1, DRAFT | NEW)._replace(n_out=2), rows=row(2, 0))
+            shadow.send_step(entry(0, 0, 1, DRAFT | NEW), rows=row(3, 0), flags=StepFlag.MARGINS)
+        assert plain.drafts().tokens.tolist() == wanted(1, 0, 2)
+        assert few.drafts().tokens.tolist() == wanted(2, 0, 1)[:2] + [0] * (N - 2)
+        reply = shadow.drafts()
         assert reply.tokens.tolist() == wanted(3, 0, 1)
         assert reply.margins is not None
         assert sorted(len(batch.entries) for batch in gate.batches) == [1, 1, 2]
@@ -154,12 +142,12 @@ def test_an_engine_whose_step_makes_the_drafter_fail_costs_the_others_nothing() 
         for peer in (blocker, good, bad, other):
             peer.hello(replace(HELLO, slots=1))
         with joined_after(server, gate, blocker, 3):
-            send_step(good, entry(0, 0, 1, DRAFT | NEW), rows=row(1, 0))
-            send_step(bad, entry(0, 0, 1, DRAFT | NEW)._replace(anchor_token=13), rows=row(2, 0))
-            send_step(other, entry(0, 0, 1, DRAFT | NEW), rows=row(3, 0))
-        assert drafts(good).tokens.tolist() == wanted(1, 0, 1)
-        assert drafts(other).tokens.tolist() == wanted(3, 0, 1)
-        assert drafts(bad).entries[0].status is RequestStatus.INTERNAL
+            good.send_step(entry(0, 0, 1, DRAFT | NEW), rows=row(1, 0))
+            bad.send_step(entry(0, 0, 1, DRAFT | NEW)._replace(anchor_token=13), rows=row(2, 0))
+            other.send_step(entry(0, 0, 1, DRAFT | NEW), rows=row(3, 0))
+        assert good.drafts().tokens.tolist() == wanted(1, 0, 1)
+        assert other.drafts().tokens.tolist() == wanted(3, 0, 1)
+        assert bad.drafts().entries[0].status is RequestStatus.INTERNAL
         assert bad.step(entry(0, 1, 1), rows=row(2, 1)).entries[0].status is RequestStatus.NO_WINDOW
         assert good.step(entry(0, 1, 1), rows=row(1, 1)).tokens.tolist() == wanted(1, 0, 2)
 
@@ -174,10 +162,10 @@ def test_ABORT_RACE_an_engine_that_dies_while_its_step_waits_leaves_the_others_t
                 dying.hello(replace(HELLO, slots=2))
                 with joined_after(server, gate, blocker, 2):
                     twice = entry(0, 0, 1, DRAFT | NEW), entry(1, 0, 1, DRAFT | NEW)
-                    send_step(dying, *twice, rows=row(7, 0) * 2)
-                    send_step(good, entry(0, at, 1, DRAFT if at else DRAFT | NEW), rows=row(1, at))
+                    dying.send_step(*twice, rows=row(7, 0) * 2)
+                    good.send_step(entry(0, at, 1, DRAFT if at else DRAFT | NEW), rows=row(1, at))
                     dying.channel.close()
-                assert drafts(good).tokens.tolist() == wanted(1, max(0, at - 7), at + 1)
+                assert good.drafts().tokens.tolist() == wanted(1, max(0, at - 7), at + 1)
             until(lambda: server.slots_in_use == 2)
 
 
@@ -193,11 +181,11 @@ def test_HALF_OPEN_a_session_superseded_while_its_step_waits_is_told_so_and_its_
         old.hello(replace(HELLO, slots=3, instance=7))
         all_three = [entry(slot, 0, 1, DRAFT | NEW) for slot in range(3)]
         with joined_after(server, gate, blocker, 2):
-            send_step(old, *all_three, rows=b"".join(row(1, 0) for _ in range(3)))
-            until(lambda: "1 wait" in repr(server._turns))
+            old.send_step(*all_three, rows=b"".join(row(1, 0) for _ in range(3)))
+            until(lambda: "1 wait" in repr(server))
             new.hello(replace(HELLO, slots=3, instance=7))
-            send_step(new, *all_three, rows=b"".join(row(2, 0) for _ in range(3)))
-        assert drafts(new).tokens.tolist() == wanted(2, 0, 1) * 3
+            new.send_step(*all_three, rows=b"".join(row(2, 0) for _ in range(3)))
+        assert new.drafts().tokens.tolist() == wanted(2, 0, 1) * 3
         with pytest.raises(TransportError):
             old.channel.recv(soon())
         assert [len(batch.entries) for batch in gate.batches] == [1, 3]
@@ -210,7 +198,7 @@ def test_METRICS_a_step_whose_session_ends_while_it_is_drafted_for_is_counted_on
     with serving(gate) as server, Peer(server, 1) as old, Peer(server, 2) as new:
         old.hello(replace(HELLO, instance=7))
         gate.is_open.clear()
-        send_step(old, entry(0, 0, 1, DRAFT | NEW), rows=row(1, 0))
+        old.send_step(entry(0, 0, 1, DRAFT | NEW), rows=row(1, 0))
         until(lambda: len(gate.batches) == 1)
         new.hello(replace(HELLO, instance=7))
         assert new.step().entries == []
@@ -308,7 +296,7 @@ def test_with_the_real_drafter_joint_drafts_equal_those_alone_and_nan_of_one_eng
         for at in range(8):
             gate.is_open.clear()
             calls = len(gate.batches)
-            send_step(blocker, entry(0, 0, 1, DRAFT | NEW, generation=at + 1), rows=bf16_rows(1, 77, width))
+            blocker.send_step(entry(0, 0, 1, DRAFT | NEW, generation=at + 1), rows=bf16_rows(1, 77, width))
             until(lambda calls=calls: len(gate.batches) == calls + 1)  # type: ignore[misc]
             sent = []
             for owner, engine in enumerate(engines):
@@ -321,11 +309,11 @@ def test_with_the_real_drafter_joint_drafts_equal_those_alone_and_nan_of_one_eng
                     one = Entry(0, at + 1, 0, count, 5, count, DRAFT | NEW)
                     rows = NAN * (count * width)
                 sent.append(rows)
-                send_step(engine, one, rows=rows)
-                until(lambda waiting=owner + 1: f"{waiting} wait" in repr(server._turns))  # type: ignore[misc]
+                engine.send_step(one, rows=rows)
+                until(lambda waiting=owner + 1: f"{waiting} wait" in repr(server))  # type: ignore[misc]
             gate.is_open.set()
-            drafts(blocker)
-            replies = [drafts(engine) for engine in engines]
+            blocker.drafts()
+            replies = [engine.drafts() for engine in engines]
             assert len(gate.batches[-1].entries) == 3
             for owner in (0, 1):
                 asked = gate.batches[-1].entries[owner]._replace(slot=owner)
@@ -371,9 +359,9 @@ def test_a_step_that_waits_or_is_drafted_for_does_not_run_out() -> None:
         for peer in (blocker, waiting):
             peer.hello(replace(HELLO, slots=1))
         with joined_after(server, gate, blocker, 1):
-            send_step(waiting, entry(0, 0, 1, DRAFT | NEW), rows=row(1, 0))
+            waiting.send_step(entry(0, 0, 1, DRAFT | NEW), rows=row(1, 0))
             time.sleep(0.4)
-        assert drafts(waiting).tokens.tolist() == wanted(1, 0, 1)
+        assert waiting.drafts().tokens.tolist() == wanted(1, 0, 1)
 
 
 def test_without_a_lease_silence_ends_nothing() -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from tests.fakes.drafters import INFO, ArithmeticDrafter
-from tests.worker.test_server import DRAFT, HELLO, NEW, Peer, entry, ids, soon, until
-from tests.worker.test_server import serving as serving_on_memory
+from tests.worker.peer import DRAFT, HELLO, NEW, Peer, entry, ids, soon, until
+from tests.worker.peer import serving as serving_on_memory
 
 from farspark.errors import TransportError
 from farspark.wire import auth, codec, layout

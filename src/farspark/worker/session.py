@@ -108,7 +108,7 @@ class _Judgeable(NamedTuple):
 
 
 class Session:
-    """Used under the drafting lock, like the pool that it draws from."""
+    """A STEP is judged under the lock of the sessions, which guards the pool too; `complete` and `judge` run in the turn."""
 
     def __init__(self, info: DrafterInfo, pool: SlotPool, *, slots: int, context: int, stats: Stats) -> None:
         self._info = info
