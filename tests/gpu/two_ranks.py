@@ -31,11 +31,15 @@ from tests.vllm import engine_run, tiny_pair  # noqa: E402
 from tests.vllm.processes import Worker, run_engine  # noqa: E402
 
 STOPPED_S = 1.0
+BUSY_CYCLES = 1_000_000  # some half a millisecond
 # From the start of an engine to the end of its drills.
 LIMIT_S = 240.0
 LIMIT_ON_CPU_S = 330.0
-# A drill lasts a hundred steps or two.
-HASTY = {"VLLM_DSPARK_REMOTE_TIMEOUT_MS": "200", "VLLM_DSPARK_REMOTE_COOLDOWN": "16"}
+# A drill lasts a hundred steps or two, of some milliseconds each, and a worker takes ten seconds to come back.
+HASTY = {
+    f"VLLM_DSPARK_REMOTE_{name}": value
+    for name, value in (("TIMEOUT_MS", "200"), ("COOLDOWN", "16"), ("BACKOFF_MS", "50"), ("BACKOFF_MAX_MS", "250"))
+}
 # Behind the name of a drill: the steps at which something happens to the worker. A restarted one is back within seconds, so
 # the second part of the phase sees it again.
 DRILLS: list[dict[str, Any]] = [
@@ -159,9 +163,15 @@ def act(worker: Worker, pause: str) -> None:
         worker.start()
     elif pause == "stop":
         worker.signal(signal.SIGSTOP)
-        threading.Timer(STOPPED_S, lambda: worker.signal(signal.SIGCONT)).start()
+        threading.Timer(STOPPED_S, go_on, [worker]).start()
     else:
-        time.sleep(4.0)  # some back-offs of the connector
+        time.sleep(2.0)  # some back-offs of the connector
+
+
+def go_on(worker: Worker) -> None:
+    # By then the next drill may have killed it.
+    if worker.is_running:
+        worker.signal(signal.SIGCONT)
 
 
 def broadcast(rank: int, folder: str, size: int, on_cpu: bool) -> None:
@@ -180,6 +190,8 @@ def broadcast(rank: int, folder: str, size: int, on_cpu: bool) -> None:
         if not on_cpu:
             start, end = (cuda.Event(enable_timing=True) for _ in range(2))
             cuda.synchronize()
+            # Behind a device that is busy until all is enqueued, or the time were the host's.
+            cuda._sleep(BUSY_CYCLES)
             start.record()
         began = time.perf_counter_ns()
         dist.broadcast(buffer, 0)

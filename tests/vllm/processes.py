@@ -79,6 +79,10 @@ class Worker:
             self._process.wait()
             self._process = None
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
         self._process.send_signal(number)
