@@ -87,13 +87,12 @@ class Handoff:
         self._row_bytes = model.row_bytes
         self._staged = region.wanted.copy()  # of the asks: what was answered
         self._asks = region.asks
-        self._metas = [
-            region.meta_address(round_) + stream.device_offset for round_ in range(KEPT)
-        ]  # as the device has them
         self._has_more = False  # asks are left for slots that were in no round since
         self._round: int | None = None  # that was begun and is not submitted yet
         self._launch = 0  # of the gather, where the round's own call is to make it
-        self._host_rows = region.rows_address + stream.device_offset  # as the device has it
+        # Where the gather writes, as the device has it.
+        self._host_rows = region.rows_address + stream.device_offset
+        self._host_metas = [region.meta_address(round_) + stream.device_offset for round_ in range(KEPT)]
         self._spent_ns = 0
         self._is_death_said = False
         self._is_closing = False  # ended by `close`, not by a death
@@ -122,7 +121,7 @@ class Handoff:
         if round_ is not None:
             self._launch = 0
             if prepare is not None:
-                self._launch = prepare(*step, self._host_rows, self._metas[round_ % KEPT])
+                self._launch = prepare(*step, self._host_rows, self._host_metas[round_ % KEPT])
             if not self._launch:
                 self.stream.run(functools.partial(pack, *step))
         self._spent_ns = time.perf_counter_ns() - started
