@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.drafters import INFO, ArithmeticDrafter, info
+from tests.fakes.served import served
 from tests.fakes.shape import shape_for
 from tests.transport.ucx import needs_ucx
 
@@ -53,14 +54,8 @@ def worker(
         max_connections=max_connections,
         token=token,
     )
-    with Server(drafter, config) as server:
-        thread = threading.Thread(target=server.serve)
-        thread.start()
-        try:
-            yield server.endpoint, drafter, server
-        finally:
-            server.stop()
-            thread.join()
+    with served(Server(drafter, config)) as server:
+        yield server.endpoint, drafter, server
 
 
 @contextlib.contextmanager

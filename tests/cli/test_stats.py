@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.drafters import ArithmeticDrafter
+from tests.fakes.served import served
 
 from farspark.cli import stats as command
 from farspark.cli.main import main
@@ -46,14 +46,8 @@ SNAPSHOT = {
 @contextlib.contextmanager
 def worker(endpoint: str = "tcp://127.0.0.1:0", token: bytes | None = None) -> Iterator[str]:
     config = WorkerConfig(checkpoint=Path("none"), listen=parse_endpoint(endpoint), token=token)
-    with Server(ArithmeticDrafter(), config) as server:
-        thread = threading.Thread(target=server.serve)
-        thread.start()
-        try:
-            yield server.endpoint
-        finally:
-            server.stop()
-            thread.join()
+    with served(Server(ArithmeticDrafter(), config)) as server:
+        yield server.endpoint
 
 
 class Terminal(io.StringIO):

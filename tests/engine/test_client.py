@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.drafters import ArithmeticDrafter, info
+from tests.fakes.served import served
 from tests.fakes.shape import shape_for
 
 from farspark.clock import Deadline
@@ -30,14 +31,8 @@ HELLO = shape_for(INFO).hello(engine="test", identity=INFO.identity, markov_iden
 @contextmanager
 def worker(name: str, token: bytes | None = None) -> Iterator[Endpoint]:
     endpoint = parse_endpoint(f"memory://{name}")
-    server = Server(ArithmeticDrafter(INFO), WorkerConfig(checkpoint=Path("none"), listen=endpoint, token=token))
-    thread = threading.Thread(target=server.serve)
-    thread.start()
-    try:
+    with served(Server(ArithmeticDrafter(INFO), WorkerConfig(checkpoint=Path("none"), listen=endpoint, token=token))):
         yield endpoint
-    finally:
-        server.stop()
-        thread.join()
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.drafters import ArithmeticDrafter, info
+from tests.fakes.served import served
 from tests.fakes.shape import shape_for
 
 from farspark.clock import Deadline
@@ -56,14 +56,8 @@ class Asked:
 def worker(endpoint: str = "tcp://127.0.0.1:0", **changes: object) -> Iterator[Endpoint]:
     """A worker whose drafter differs from the engine's by `changes`."""
     config = WorkerConfig(checkpoint=Path("none"), listen=parse_endpoint(endpoint))
-    server = Server(ArithmeticDrafter(info(**changes)), config)
-    thread = threading.Thread(target=server.serve)
-    thread.start()
-    try:
+    with served(Server(ArithmeticDrafter(info(**changes)), config)) as server:
         yield parse_endpoint(server.endpoint)
-    finally:
-        server.stop()
-        thread.join()
 
 
 def endpoint_of(sock: socket.socket) -> Endpoint:

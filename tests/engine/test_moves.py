@@ -15,6 +15,7 @@ import pytest
 from tests.fakes.channel import WrappedChannel
 from tests.fakes.drafters import ArithmeticDrafter
 from tests.fakes.engine_world import CONTEXT, INFO, PATIENCE_S, SLOTS, FaultyChannel, Row, World
+from tests.fakes.served import served
 
 from farspark.clock import Deadline
 from farspark.engine.client import TRANSITIONS, ClientState, Event
@@ -36,14 +37,8 @@ def another_worker(endpoint: str, *, lease_s: float = 60.0) -> Iterator[Server]:
         lease_s=lease_s,
         allow_unauthenticated_network=True,
     )
-    server = Server(ArithmeticDrafter(INFO), config)
-    serving = threading.Thread(target=server.serve)
-    serving.start()
-    try:
+    with served(Server(ArithmeticDrafter(INFO), config)) as server:
         yield server
-    finally:
-        server.stop()
-        serving.join()
 
 
 class Interrupted(FaultyChannel):

@@ -7,7 +7,6 @@ that starts behind a prefix-cache hit, a slot that is used again, rounds without
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from tests.fakes.plain_dspark import PlainDSpark
+from tests.fakes.served import served
 from tests.fakes.tiny_checkpoint import TINY
 
 from farspark.clock import Deadline
@@ -67,14 +67,8 @@ def serving(
         token=token,
     )
     drafter = open_drafter(folder, dtype="float32", slots=slots, context=context)
-    with Server(made(drafter), config) as server:
-        thread = threading.Thread(target=server.serve)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.stop()
-            thread.join(10)
+    with served(Server(made(drafter), config)) as server:
+        yield server
 
 
 class LocalDrafter(Protocol):

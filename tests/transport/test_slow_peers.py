@@ -7,7 +7,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.fakes.drafters import INFO, NoopDrafter
+from tests.fakes.served import served
 from tests.fakes.shape import shape_for
 from tests.transport.contract import Elsewhere, soon
 
@@ -82,12 +82,8 @@ class Engine:
 @contextmanager
 def serving() -> Iterator[Server]:
     config = WorkerConfig(checkpoint=Path("none"), listen=parse_endpoint("tcp://127.0.0.1:0"), slots=4, drain_s=0.2)
-    with Server(NoopDrafter(), config) as server:
-        thread = threading.Thread(target=server.serve)
-        thread.start()
+    with served(Server(NoopDrafter(), config)) as server:
         yield server
-        server.stop()
-        thread.join(10)
 
 
 def is_deaf(engine: Engine) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fakes.drafters import INFO, ArithmeticDrafter, expected
+from tests.fakes.served import served
 from tests.fakes.shape import shape_for
 
 from farspark.clock import Deadline
@@ -39,15 +39,8 @@ def config(**changes: Any) -> WorkerConfig:
 
 @contextmanager
 def serving(drafter: Drafter | None = None, **changes: Any) -> Iterator[Server]:
-    with Server(drafter or ArithmeticDrafter(), config(**changes)) as server:
-        thread = threading.Thread(target=server.serve)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.stop()
-            thread.join(10)
-            assert not thread.is_alive()
+    with served(Server(drafter or ArithmeticDrafter(), config(**changes))) as server:
+        yield server
 
 
 def soon(seconds: float = 5.0) -> Deadline:
