@@ -496,6 +496,9 @@ class Tensor:
     def __len__(self) -> int:
         return self._length
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} {self.address} {self.dtype} {self._stride} {self._length}"
+
 
 class Gone(Tensor):
     def data_ptr(self) -> int:
@@ -586,7 +589,7 @@ def test_where_drafts_are_not_sampled_nobody_looks_at_what_they_would_be_sampled
         {"hidden": [tap(0x100), tap(0x200, stride=(128, 1))]},
         {"hidden": [tap(0x100), tap(0x200, stride=None)]},
         {"hidden": [tap(0x100), Gone(0x200, "bf16", (64, 1))]},
-        {"hidden": [tap(0x100), object()]},
+        {"hidden": [tap(0x100), "no tensor"]},
         {"hidden": [tap(0x100) for _ in range(9)]},
         {"hidden": 5},
         {"positions": Tensor(1)},
