@@ -147,12 +147,13 @@ def test_steps_of_a_runner_are_prepared_alike_with_few_looks_and_with_many(shape
         refills.append(calls.refill_gather(*arguments))
         return refills[-1]
 
-    counted: Any = SimpleNamespace(refill_gather=refill)
-    quick = TritonGather(shape, CPU, driver=kernel.driver, calls=counted)
+    quick = TritonGather(shape, CPU, driver=kernel.driver)
+    quick._refill = refill
     first = random_step(shape, CPU, 5, torch.bfloat16)
     for _ in range(2):
         quick.pack(first)
     plain = TritonGather(shape, CPU, driver=kernel.driver)
+    plain._refill = None
     plain._places, plain._launches, plain._meta = quick._places, quick._launches, quick._meta
     kept = {name: getattr(first, name) for name in ("last_sampled", "next_prefill_tokens")}
     sizes = [size for _, size in kernel.driver.parameters]
@@ -179,7 +180,10 @@ def test_steps_of_a_runner_are_prepared_alike_with_few_looks_and_with_many(shape
 @pytest.mark.parametrize("has_calls", [True, False])
 def test_a_step_of_another_kind_is_tritons_to_launch(has_calls: bool, kernel: Kernel) -> None:
     """Another kernel may be needed: other types, rows that are not aligned or lie otherwise; and none for no rows."""
-    gather = TritonGather(SHAPE, CPU, driver=kernel.driver, calls=open_round_calls() if has_calls else None)
+    gather = TritonGather(SHAPE, CPU, driver=kernel.driver)
+    assert gather._refill is not None
+    if not has_calls:
+        gather._refill = None
     step = random_step(SHAPE, CPU, 5, torch.bfloat16)
     for _ in range(2):
         gather.pack(step)

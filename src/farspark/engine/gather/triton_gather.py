@@ -15,7 +15,7 @@ from farspark.engine.gather.direct import DirectLaunchError, KernelDriver, make_
 from farspark.engine.gather.streams import current_stream
 from farspark.engine.gather.torch_gather import StepTensors, TorchGather
 from farspark.native import Launch
-from farspark.native.round_calls import GatherKind, RoundCalls
+from farspark.native.round_calls import GatherKind, load_round_calls
 
 MAX_TAPS: Final = 8
 # Values of a row that one program copies; rows are 576 to 7,168 values a tap.
@@ -199,15 +199,9 @@ class TritonGather(TorchGather):
     """
 
     def __init__(
-        self,
-        *arguments: Any,
-        driver: KernelDriver | None = None,
-        why_not_direct: str = "not asked for",
-        calls: RoundCalls | None = None,
-        **options: Any,
+        self, *arguments: Any, driver: KernelDriver | None = None, why_not_direct: str = "not asked for", **options: Any
     ) -> None:
-        """Without a `driver` every launch is Triton's, for the reason `why_not_direct`. With `calls` a step of the same kind as
-        the one before is prepared in one of them.
+        """Without a `driver` every launch is Triton's, for the reason `why_not_direct`.
 
         Raises ValueError for more taps than the kernel takes.
         """
@@ -217,7 +211,8 @@ class TritonGather(TorchGather):
         self._requests = triton.next_power_of_2(self.shape.max_requests)
         self._blocks = triton.cdiv(self.shape.hidden_size, _BLOCK)
         self._driver = driver
-        self._refill = None if calls is None else calls.refill_gather
+        calls = None if driver is None else load_round_calls()
+        self._refill = None if calls is None else calls.refill_gather  # for a step of the same kind as the one before
         self._current = current_stream(self._device) if self._device.type == "cuda" else int
         self._launches: dict[_Kind, Launch | None] = {}  # None: Triton's to make
         self._why_not = why_not_direct if driver is None else "no step has come yet"
