@@ -482,16 +482,16 @@ def test_calls_of_many_threads_do_not_disturb_each_other(calls: RoundCalls) -> N
 
 
 class Tensor:
-    """What is looked at of one."""
+    """What is looked at of one, each time a new object, so that one that is kept is found."""
 
     def __init__(self, address: int, dtype: object = "int32", stride: object = (1,), length: int = 2) -> None:
         self.address, self.dtype, self._stride, self._length = address, dtype, stride, length
 
     def data_ptr(self) -> int:
-        return self.address
+        return self.address ^ 0
 
     def stride(self) -> object:
-        return self._stride
+        return (*self._stride,) if isinstance(self._stride, tuple) else self._stride
 
     def __len__(self) -> int:
         return self._length
