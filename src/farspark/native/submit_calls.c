@@ -6,7 +6,6 @@
 
 #include <stdatomic.h>
 #include <stdbool.h>
-#include <string.h>
 
 /* The fields of a step, in the order of engine/gather/torch_gather.py. */
 enum {
@@ -21,8 +20,8 @@ enum {
 };
 /* The parameters of the kernel that change from step to step, in the order of engine/gather/triton_gather.py. */
 enum { TAPS_AT = 0, OTHERS_AT = 9, SAMPLING_AT = 17, ROWS_AT = 19, META_AT = 21, REQUESTS_AT = 22, WANTS_DRAFTS_AT = 25 };
-enum { MAX_TAPS = 8, OTHERS = 5, KEPT_COUNT = 2, SAMPLING = 2, TAPS_DTYPE = OTHERS, SAMPLING_DTYPE, DTYPES_COUNT = SAMPLING_DTYPE + SAMPLING };
-enum { ALIGNED = 16 };
+enum { MAX_TAPS = 8, OTHERS = 5, KEPT_COUNT = 2, SAMPLING = 2, ALIGNED = 16 };
+enum { TAPS_DTYPE = OTHERS, SAMPLING_DTYPE, DTYPES_COUNT = SAMPLING_DTYPE + SAMPLING };
 /* What is known of the kind; see RoundCalls.refill_gather. */
 enum { VALUES, GRID, MAX_ROWS, MAX_REQUESTS, KEPT, DTYPES, STRIDE, TAPS, KNOWN_FIELDS };
 
@@ -40,7 +39,7 @@ int roundcalls_prepare_submits(void)
     return text.dtype == NULL || text.stride == NULL || text.data_ptr == NULL ? -1 : 0;
 }
 
-/* Of a tensor; no exception stays where one is raised. */
+/* Of a tensor. False, perhaps with an exception, where it is of another dtype; so are the two below for what they look at. */
 static bool find_address(PyObject *tensor, PyObject *dtype, uint64_t *address_p)
 {
     PyObject *found = PyObject_GetAttr(tensor, text.dtype), *address;
@@ -137,10 +136,8 @@ static Py_ssize_t refill(PyObject *known, PyObject *step, uint64_t rows, uint64_
 static PyObject *refill_gather(PyObject *self, PyObject *const *arguments, Py_ssize_t count)
 {
     (void)self;
-    if (count != 4) {
-        PyErr_SetString(PyExc_TypeError, "refill_gather takes 4 arguments");
-        return NULL;
-    }
+    if (count != 4)
+        return PyErr_Format(PyExc_TypeError, "%zd arguments, expected 4", count);
     uint64_t rows = PyLong_AsUnsignedLongLong(arguments[2]), meta = PyLong_AsUnsignedLongLong(arguments[3]);
     Py_ssize_t requests = PyErr_Occurred() == NULL ? refill(arguments[0], arguments[1], rows, meta) : 0;
     PyErr_Clear(); /* Python's own form says what is wrong with the step */
@@ -150,19 +147,33 @@ static PyObject *refill_gather(PyObject *self, PyObject *const *arguments, Py_ss
 /* Beyond these no round is described here. */
 enum { MAX_REQUESTS_HERE = 64, HEAD_WORDS = 4 };
 
-/* The bits of `count` integers of a list, or of one integer that stands for all: `bits` bits of each. False, perhaps with an
- * exception, where one has more. */
-static bool read_numbers(PyObject *from, Py_ssize_t count, bool is_for_all, uint64_t limit, uint64_t *numbers)
+/* Both: false, perhaps with an exception, where anything but an integer from 0 to `limit` is found. */
+static bool read_number(PyObject *from, uint64_t limit, uint64_t *number_p)
 {
-    uint64_t same = is_for_all ? PyLong_AsUnsignedLongLong(from) : 0;
-    if (is_for_all ? same > limit || PyErr_Occurred() != NULL : !PyList_Check(from) || PyList_Size(from) != count)
+    *number_p = PyLong_AsUnsignedLongLong(from);
+    return *number_p <= limit && PyErr_Occurred() == NULL;
+}
+
+static bool read_list(PyObject *from, Py_ssize_t count, uint64_t limit, uint64_t *numbers)
+{
+    if (!PyList_Check(from) || PyList_Size(from) != count)
         return false;
     for (Py_ssize_t index = 0; index < count; index++) {
-        uint64_t value = is_for_all ? same : PyLong_AsUnsignedLongLong(PyList_GetItem(from, index));
-        if (value > limit || PyErr_Occurred() != NULL)
+        if (!read_number(PyList_GetItem(from, index), limit, &numbers[index]))
             return false;
-        numbers[index] = value;
     }
+    return true;
+}
+
+/* A list, or one integer that stands for all. */
+static bool read_windows(PyObject *from, Py_ssize_t count, uint64_t *windows)
+{
+    if (PyList_Check(from))
+        return read_list(from, count, INT32_MAX, windows);
+    if (!read_number(from, INT32_MAX, &windows[0]))
+        return false;
+    for (Py_ssize_t index = 1; index < count; index++)
+        windows[index] = windows[0];
     return true;
 }
 
@@ -180,9 +191,8 @@ static bool describe(uint32_t *record, uint32_t round, PyObject *slots, PyObject
 {
     uint64_t of_slots[MAX_REQUESTS_HERE], of_owners[MAX_REQUESTS_HERE], of_windows[MAX_REQUESTS_HERE];
     Py_ssize_t count = PyList_Check(slots) ? PyList_Size(slots) : 0;
-    if (count < 1 || count > MAX_REQUESTS_HERE || !read_numbers(slots, count, false, INT32_MAX, of_slots) ||
-        !read_numbers(owners, count, false, UINT64_MAX, of_owners) ||
-        !read_numbers(k_windows, count, !PyList_Check(k_windows), INT32_MAX, of_windows))
+    if (count < 1 || count > MAX_REQUESTS_HERE || !read_list(slots, count, INT32_MAX, of_slots) ||
+        !read_list(owners, count, UINT64_MAX, of_owners) || !read_windows(k_windows, count, of_windows))
         return false;
     /* Never found in this place, until all the rest is there. */
     atomic_store_explicit((_Atomic uint32_t *)record, round + 1, memory_order_relaxed);
@@ -201,10 +211,8 @@ static bool describe(uint32_t *record, uint32_t round, PyObject *slots, PyObject
 static PyObject *describe_round(PyObject *self, PyObject *const *arguments, Py_ssize_t count)
 {
     (void)self;
-    if (count != 6) {
-        PyErr_SetString(PyExc_TypeError, "describe_round takes 6 arguments");
-        return NULL;
-    }
+    if (count != 6)
+        return PyErr_Format(PyExc_TypeError, "%zd arguments, expected 6", count);
     uint32_t *record = (uint32_t *)(uintptr_t)PyLong_AsUnsignedLongLong(arguments[0]);
     uint64_t round = PyLong_AsUnsignedLongLong(arguments[1]);
     int is_prefill = PyObject_IsTrue(arguments[5]);
@@ -222,10 +230,8 @@ static PyObject *submit_round(PyObject *self, PyObject *const *arguments, Py_ssi
 {
     uint64_t values[8];
     (void)self;
-    if (count != 8) {
-        PyErr_SetString(PyExc_TypeError, "submit_round takes 8 arguments");
-        return NULL;
-    }
+    if (count != 8)
+        return PyErr_Format(PyExc_TypeError, "%zd arguments, expected 8", count);
     for (Py_ssize_t index = 0; index < count; index++)
         values[index] = PyLong_AsUnsignedLongLong(arguments[index]);
     if (PyErr_Occurred() != NULL)

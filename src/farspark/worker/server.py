@@ -63,9 +63,8 @@ class Server:
         self._started_s = clock()
         self._tally = Tally(self._info.row_bytes)
         self._answers = Answers(drafter, config, self._tally, self.snapshot)
-        self._lock = (
-            threading.Lock()
-        )  # guards the three below, and that nobody is admitted any more by who drains or stops
+        # Guards the three below, and that nobody is admitted any more by who drains or stops.
+        self._lock = threading.Lock()
         self._connections: set[Connection] = set()
         self._is_stopping = False
         self._accepted = 0

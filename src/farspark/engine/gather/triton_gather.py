@@ -261,7 +261,6 @@ class TritonGather(TorchGather):
 
     def _note(self, launch: Launch, step: StepTensors) -> GatherKind:
         """`_kind` has just looked at the step."""
-        changing = (step.positions, step.query_start_loc, step.slots, step.num_sampled, step.num_rejected)
         sampling = [tensor.dtype if self.shape.is_sampled else None for tensor in self._sampling(step)]
         return (
             launch.values_address,
@@ -269,7 +268,7 @@ class TritonGather(TorchGather):
             self.shape.max_rows,
             self.shape.max_requests,
             (step.last_sampled, step.next_prefill_tokens),
-            (*(tensor.dtype for tensor in (*changing, step.hidden[0])), *sampling),
+            (*[tensor.dtype for tensor in (*_changing(step), step.hidden[0])], *sampling),
             step.hidden[0].stride(),
             self.shape.taps,
         )
@@ -312,11 +311,7 @@ class TritonGather(TorchGather):
         return (
             token_stride % _WIDE == 0,
             dtype,
-            step.positions.dtype,
-            step.query_start_loc.dtype,
-            step.slots.dtype,
-            step.num_sampled.dtype,
-            step.num_rejected.dtype,
+            *[tensor.dtype for tensor in _changing(step)],
             step.last_sampled.dtype,
             step.next_prefill_tokens.dtype,
             *[tensor.dtype for tensor in self._sampling(step)],
@@ -332,11 +327,7 @@ class TritonGather(TorchGather):
             *rows,
             *rows[:1] * (MAX_TAPS - len(rows)),
             self._token_stride,
-            step.positions.data_ptr(),
-            step.query_start_loc.data_ptr(),
-            step.slots.data_ptr(),
-            step.num_sampled.data_ptr(),
-            step.num_rejected.data_ptr(),
+            *[tensor.data_ptr() for tensor in _changing(step)],
             step.last_sampled.data_ptr(),
             self._last_stride,
             step.next_prefill_tokens.data_ptr(),
@@ -371,11 +362,7 @@ class TritonGather(TorchGather):
         return _pack_kernel[(row_bound, self._blocks)](
             *taps,
             token_stride,
-            step.positions,
-            step.query_start_loc,
-            step.slots,
-            step.num_sampled,
-            step.num_rejected,
+            *_changing(step),
             step.last_sampled,
             step.last_sampled.stride(0),
             next_prefill[0] if next_prefill.dim() == 2 else next_prefill,
@@ -396,3 +383,8 @@ class TritonGather(TorchGather):
             IS_SAMPLED=shape.is_sampled,
             IS_WIDE=token_stride % _WIDE == 0,
         )
+
+
+def _changing(step: StepTensors) -> tuple[torch.Tensor, ...]:
+    """Tensors that may be others in every step, beside the taps, in the order of the kernel's arguments."""
+    return step.positions, step.query_start_loc, step.slots, step.num_sampled, step.num_rejected
