@@ -4,6 +4,7 @@
 - `{"run": PHASE}`: `did`, with the phase's texts, steps and seconds.
 - `{"stress": {"for_s", "vocab", "salt", "prompts"}}`: `at` every second with the texts that have ended since, then
   `did`. Any line ends it early, in order.
+- `{"trace": {"phase": PHASE, "stem"}}`: `did`, with the files that the stages wrote: a phase under torch's profiler.
 - `{"margins": [[PROMPT, TEXT], ...]}`: `did`, with the two best tokens behind each, and how far they are apart.
 - `{"report": true}`: `did`, with what is left and what the stages recorded.
 """
@@ -38,6 +39,10 @@ def main() -> None:
             say(protocol, "did", engine_run.run_phase(llm.llm_engine, given, protocol, None))
         elif name == "stress":
             say(protocol, "did", stress(llm.llm_engine, given, protocol, commands))
+        elif name == "trace":
+            llm.collective_rpc("pp_begin_trace")
+            engine_run.run_phase(llm.llm_engine, given["phase"], protocol, None)
+            say(protocol, "did", {"files": llm.collective_rpc("pp_end_trace", args=(given["stem"],))})
         elif name == "margins":
             say(protocol, "did", {"best": [best_two(llm.llm_engine, *one) for one in given]})
         else:

@@ -1,16 +1,18 @@
 """The pipeline's token transport where it is meant for: two GPUs, NCCL, CUDA graphs, long enough to freeze what can freeze.
 
-    python3 tests/gpu/pp_stress.py [--part transport|engine|stress|all] [--rounds 5] [--minutes 15] [--out FILE] [--log FILE]
+    python3 tests/gpu/pp_stress.py [--part transport|engine|stress|all] [--rounds 8] [--minutes 15] [--out FILE] [--log FILE]
     python3 tests/gpu/pp_stress.py --dry-run        # the same on a CPU, with one GPU or none: small, Gloo, no graphs
 
 `transport` drives the handler without vLLM: random steps over NCCL, and over Gloo from pinned memory, one process to a stage,
 then a stale header and a dead stage. The other parts run vLLM (0.32.0 or newer: 0.25.1 takes no drafter in a pipeline;
 `tests/gpu/bundle_032.sh` packs it): an engine of one stage and one of two for every setting of the transport, with the local
 drafter and with a worker, all started at the same time. `engine` compares text and drafts, and then times the engines in turn,
---rounds times, all others idle. `stress` has all of them serve two to four streams at a time for --minutes: long prompts that
-no cache knows, limits that cut blocks, every text held against the one stage's. What is found goes into --log as it is found,
-and at the end into one JSON report, also in --out. Exits 0 if text and drafts are equal, every fault was found within a
-second, no step stalled, and nothing was left running or waiting; 1 if not; 3 if all was well until a signal ended it.
+all others idle: --rounds times those that are to be as fast as vLLM's own, twice the others. `stress` has all of them serve
+two to four streams at a time for --minutes: long prompts that no cache knows, limits that cut blocks, every text held against
+the one stage's. What is found goes into --log as it is found, and at the end into one JSON report, also in --out. Exits 0 if
+text and drafts are equal, every fault was found within a second, no step stalled, and nothing was left running or waiting; 1
+if not; 3 if all was well until a signal ended it. With --traces FOLDER, where each stage's host and device spend some steps
+goes there at the end, for a trace viewer.
 """
 
 from __future__ import annotations
@@ -78,6 +80,9 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
 }
 ON_CPU = (ALONE, "host")
+# What is to be as fast as vLLM's own: timed in every turn. The others cost time, and are timed in the first ones.
+COMPARED = (OWN, "device", "host")
+OTHERS_TURNS = 2
 
 
 class Ended(Exception):
@@ -93,7 +98,7 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=20_000, help="random steps of the transport (default %(default)s)")
     parser.add_argument(
-        "--rounds", type=int, default=5, help="turns that each engine is timed for (default %(default)s)"
+        "--rounds", type=int, default=8, help="turns that the engines are timed for (default %(default)s)"
     )
     parser.add_argument("--minutes", type=float, default=15.0, help="of the engines' stress (default %(default)s)")
     parser.add_argument(
@@ -103,6 +108,9 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, small: shows that the script itself works")
     parser.add_argument("--out", type=Path, help="also write the report there, after every part and at the end")
     parser.add_argument("--log", type=Path, help="write there what is found as it is found (default: --out with .log)")
+    parser.add_argument(
+        "--traces", type=Path, help="have the engines that are compared trace some steps at the end, there"
+    )
     options = parser.parse_args()
     parts = {"transport", "engine", "stress"} if options.part == "all" else set(options.part.split(","))
     if unknown := parts - {"transport", "engine", "stress"}:
@@ -470,6 +478,8 @@ def run_engines(folder: Path, names: list[str], parts: set[str], options: Any, r
             print(table(report.parts["engine"], report.parts["timed"]), file=sys.stderr, flush=True)
         if "stress" in parts:
             report.add("stress", stress(fleet, engines, options.minutes, report))
+        if options.traces:
+            report.add("traces", trace(fleet, engines, options))
 
 
 def compare(fleet: Fleet, engines: dict[str, Engine]) -> dict[str, Any]:
@@ -514,7 +524,7 @@ def compare(fleet: Fleet, engines: dict[str, Engine]) -> dict[str, Any]:
 
 def time_in_turn(fleet: Fleet, engines: dict[str, Engine], options: Any, report: Report) -> dict[str, Any]:
     """What a step takes while all others are idle: one batch that waits for its own tokens, and two that fill both stages."""
-    long = 20 if options.dry_run else 400
+    long = 20 if options.dry_run else 1200
     phases: list[dict[str, Any]] = [
         {"name": "one batch", "prompts": fleet.prompts[:4], "max_tokens": long},
         {
@@ -528,7 +538,9 @@ def time_in_turn(fleet: Fleet, engines: dict[str, Engine], options: Any, report:
         name: {one["name"]: [] for one in phases} for name in engines
     }
     for turn in range(options.rounds + 1):  # the first one is for warming up
-        for name, engine in engines.items():
+        timed = [name for name in engines if turn <= OTHERS_TURNS or name in COMPARED]
+        for name in timed if turn % 2 else reversed(timed):
+            engine = engines[name]
             for phase in phases:
                 if engine.error is not None:
                     continue
@@ -541,6 +553,18 @@ def time_in_turn(fleet: Fleet, engines: dict[str, Engine], options: Any, report:
                     )
         report.say(f"timed, turn {turn} of {options.rounds}")
     return {name: summary(each, turns.get(OWN, {})) for name, each in turns.items()} | {"good": True}
+
+
+def trace(fleet: Fleet, engines: dict[str, Engine], options: Any) -> dict[str, Any]:
+    """The files written, by engine: one batch, all others idle."""
+    options.traces.mkdir(parents=True, exist_ok=True)
+    phase = {"name": "traced", "prompts": fleet.prompts[:4], "max_tokens": 20 if options.dry_run else 100}
+    report: dict[str, Any] = {"good": True}
+    for name in [name for name in engines if name in COMPARED]:
+        stem = str((options.traces / name.replace(" ", "_").replace("'", "")).resolve())
+        engines[name].tell({"trace": {"phase": phase, "stem": stem}})
+        report[name] = engines[name].answer(PHASE_S)
+    return report
 
 
 def summary(turns: dict[str, list[dict[str, float]]], own: dict[str, list[dict[str, float]]]) -> dict[str, Any]:

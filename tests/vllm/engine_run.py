@@ -160,7 +160,7 @@ def run_phase(
         "tokens": tokens,
         "cached": cached,
         "steps": step,
-        "seconds": round(time.monotonic() - began, 2),
+        "seconds": round(time.monotonic() - began, 4),
         "step_s": step_s,
         "drafts": recorder.drafts if recorder else [],
         "budgets": budgets.budgets if budgets else [],

@@ -21,6 +21,7 @@ VOCAB = 500
 
 _plan: dict[str, Any] = json.loads(Path(os.environ[PLAN]).read_text()) if os.environ.get(PLAN) else {}
 _drafts: list[tuple[str, int, list[int]]] = []
+_profile: Any = None
 
 
 class PpExtension:
@@ -33,6 +34,20 @@ class PpExtension:
     def pp_history(self) -> str:
         handler = self.model_runner.pp_handler  # type: ignore[attr-defined]
         return type(handler).__name__ + "\n" + str(getattr(getattr(handler, "transport", None), "history", ""))
+
+    def pp_begin_trace(self) -> None:
+        import torch
+
+        global _profile
+        _profile = torch.profiler.profile()
+        _profile.start()
+
+    def pp_end_trace(self, stem: str) -> str:
+        """The file, a Chrome trace."""
+        path = f"{stem}-{self.rank}.json.gz"  # type: ignore[attr-defined]
+        _profile.stop()
+        _profile.export_chrome_trace(path)
+        return path
 
     def pp_send_a_stale_header(self) -> int:
         """The step, soon, whose header the last stage sends with the number of the step before; 0 on the other stages."""
