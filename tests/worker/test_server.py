@@ -156,6 +156,26 @@ def test_a_connection_beyond_the_limit_is_told_busy() -> None:
             assert third.ask(Operation.PING)[0].status == FrameStatus.OK
 
 
+def test_a_connection_for_which_the_system_has_no_thread_is_closed_and_the_others_are_served(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with serving(listen="tcp://127.0.0.1:0") as server, Peer(server) as first:
+        first.hello()
+        # No address space holds a stack of this size, so every start fails, as it does at a limit of tasks.
+        usual = threading.stack_size(1 << 48)
+        try:
+            with Peer(server) as second, pytest.raises(TransportError):
+                second.channel.recv(soon())
+        finally:
+            threading.stack_size(usual)
+        assert first.step(entry(0, 0, 1, DRAFT | NEW)).entries[0].status == RequestStatus.OK
+        with Peer(server) as third:
+            assert third.ask(Operation.PING)[0].status == FrameStatus.OK
+        assert server.snapshot()["connections"]["open"] <= 2
+    assert "can't start new thread" in caplog.text
+    assert "pids.max" in caplog.text
+
+
 def test_connections_and_sessions_are_logged_once_each(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with serving() as server, Peer(server) as peer:

@@ -251,8 +251,20 @@ class Server:
                 target=work, name=f"farspark-connection-{connection.number}", daemon=True
             )
             # Both under the lock, so that `stop` finds threads that can be joined.
+            try:
+                connection.thread.start()
+            except RuntimeError as error:
+                channel.close()
+                logger.error(
+                    "%s: closed: %s beside the %d of this process; raise the limit of tasks (pids.max of the container, "
+                    "TasksMax of the service, ulimit -u) or lower --max-connections %d",
+                    channel.lane,
+                    error,
+                    threading.active_count(),
+                    self._config.max_connections,
+                )
+                return
             self._connections.add(connection)
-            connection.thread.start()
 
     def _no_place(self) -> str | None:
         """Why one more connection is not served; None if it is. Requires the lock."""
