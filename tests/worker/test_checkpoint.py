@@ -500,8 +500,13 @@ def test_SHARED_W_what_the_target_cannot_lend_is_said(tmp_path: Path) -> None:
     (headless / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": False}))
     refused(both, "has no lm_head.weight", target=headless)
     refused(both, "is not a folder", target=tmp_path / "nowhere")
-    (headless / "config.json").write_text("{}")
-    refused(both, "target", "vocab_size is missing", target=headless)
+    for text, words in (
+        ("{}", "vocab_size is missing"),
+        ('{"text_config": 3}', "text_config is 3"),
+        ('{"vocab_size": 97, "tie_word_embeddings": "yes"}', "tie_word_embeddings is 'yes'"),
+    ):
+        (headless / "config.json").write_text(text)
+        refused(both, f"target {headless}: config.json: {words}", target=headless)
 
 
 def test_SHARED_W_an_embedding_may_be_lent_by_a_larger_vocabulary(tmp_path: Path) -> None:

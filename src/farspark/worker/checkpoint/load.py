@@ -207,14 +207,13 @@ class _Target:
 
     @classmethod
     def open(cls, folder: Path) -> _Target:
-        values = read_json(folder, "config.json")
-        keys = ConfigKeys(values)
-        # Multimodal targets keep their language model's settings one level down.
-        text = keys.nested("text_config")
-        scope = text if text.has("vocab_size") else keys
-        ties = text.flag("tie_word_embeddings") if text.has("tie_word_embeddings") else keys.flag("tie_word_embeddings")
+        keys = ConfigKeys(read_json(folder, "config.json"))
         try:
-            return cls(folder, scope.integer("vocab_size", at_least=2), bool(ties))
+            # Multimodal targets keep their language model's settings one level down.
+            text = keys.nested("text_config")
+            scope = text if text.has("vocab_size") else keys
+            tied = text if text.has("tie_word_embeddings") else keys
+            return cls(folder, scope.integer("vocab_size", at_least=2), bool(tied.flag("tie_word_embeddings")))
         except CheckpointError as error:
             raise CheckpointError(f"target {folder}: {error}") from error
 
