@@ -377,6 +377,7 @@ def test_ROPE_CFG_a_null_rope_scaling_is_none(tmp_path: Path) -> None:
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
         ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
         ({"logit_scale": float("nan")}, "expected a finite number"),
+        ({"logit_scale": 10**400}, "expected a finite number"),
     ],
 )
 def test_a_config_that_is_not_served_is_refused_with_the_key(
@@ -542,7 +543,14 @@ def test_a_missing_folder_or_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{", "is not JSON"), ("[1]", "is not a JSON object"), ("", "is not JSON")]
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "is not a JSON object"),
+        ("", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"head_dim": ' + "1" * 5000 + "}", "is not JSON"),
+    ],
 )
 def test_a_broken_config_is_named(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "config.json").write_text(text)

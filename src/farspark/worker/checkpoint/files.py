@@ -127,7 +127,7 @@ def read_json(folder: Path, name: str) -> dict[str, object]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and lists as deep
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is not a JSON object")

@@ -6,6 +6,7 @@ A key that nobody looked at is a key whose meaning nobody checked: the loader sa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 
 from farspark.errors import CheckpointError
@@ -70,8 +71,8 @@ class ConfigKeys:
             return None
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise CheckpointError(f"{self.name(key)} is {value!r}; expected a number")
-        # NaN fails the comparison too.
-        if not abs(float(value)) < float("inf"):
+        # NaN fails the comparison too, and an integer may be larger than any float.
+        if not abs(value) <= sys.float_info.max:
             raise CheckpointError(f"{self.name(key)} is {value!r}; expected a finite number")
         return float(value)
 
