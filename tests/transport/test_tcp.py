@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import struct
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from tests.transport.contract import LIMIT, ChannelContract, Elsewhere, recv_on, soon
@@ -431,6 +433,24 @@ def test_huge_memory_is_not_kept() -> None:
         frame = theirs.recv(soon())
         assert isinstance(frame.obj, bytearray)
         assert len(frame.obj) <= 64 * 1024
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_long_frame_takes_memory_as_it_comes_and_not_for_its_length_alone(form: str) -> None:
+    announced = 256 << 20
+    ours, theirs = tiny_pair(form=form)
+    with ours, theirs:
+        theirs.max_frame_bytes = announced
+        before = resident_bytes()
+        ours._socket.sendall(struct.pack("<I", announced) + b"only the head")
+        frame, arrived = theirs.recv_head(8, soon())
+        assert (len(frame), bytes(frame[:arrived])) == (announced, b"only the head")
+        assert resident_bytes() - before < 32 << 20
 
 
 # A server that says when it has accepted, and then does nothing at all.

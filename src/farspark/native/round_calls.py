@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import mmap
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ ALL: Final = -1  # what `send` returns for a whole frame
 CAME, LATE, ENDED = 0, 1, 2
 
 Piece = bytes | bytearray | memoryview
+Memory = bytearray | mmap.mmap
 Outcome = tuple[int, bool, int, object]
 """Of UCX: a status, whether the frame is out, the length of the one that is there, and what keeps the pieces where they are as
 long as it lives (None unless the status is HELD)."""
@@ -45,7 +47,7 @@ Rules = tuple[int, int, int, int, int, int, int]
 class RoundCalls(Protocol):
     """Times are nanoseconds of CLOCK_MONOTONIC. A frame stands behind its length, a little-endian u32, as on the wire.
 
-    The memory is a bytearray in which the next frame begins at 0; the first `to` bytes are there already. Raises OSError as a
+    In the memory the next frame begins at 0; the first `to` bytes are there already. Raises OSError as a
     socket does, and what a signal handler raises.
     """
 
@@ -54,7 +56,7 @@ class RoundCalls(Protocol):
         ...
 
     def receive(
-        self, descriptor: int, memory: bytearray, to: int, wanted: int, limit: int, spin_ns: int, until_ns: int, /
+        self, descriptor: int, memory: Memory, to: int, wanted: int, limit: int, spin_ns: int, until_ns: int, /
     ) -> memoryview | int:
         """Read until the first `wanted` bytes of the frame are there, or the whole frame, or `until_ns`.
 
@@ -64,7 +66,7 @@ class RoundCalls(Protocol):
         ...
 
     def exchange(
-        self, descriptor: int, pieces: Sequence[Piece], memory: bytearray, limit: int, spin_ns: int, until_ns: int, /
+        self, descriptor: int, pieces: Sequence[Piece], memory: Memory, limit: int, spin_ns: int, until_ns: int, /
     ) -> memoryview | int:
         """`send`, and if all is out `receive` of a whole frame into empty memory; else -1 less the bytes that are out."""
         ...
@@ -75,7 +77,7 @@ class RoundCalls(Protocol):
         record: bytes,
         meta: Any,
         head: bytearray,
-        memory: bytearray,
+        memory: Memory,
         sequence: int,
         descriptor: int,
         limit: int,

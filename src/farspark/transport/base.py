@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import Protocol
 
 from farspark.clock import Deadline
 
 Piece = bytes | bytearray | memoryview
+Memory = bytearray | mmap.mmap
 
 
 class Channel(Protocol):

@@ -25,9 +25,9 @@ from farspark.clock import Deadline
 from farspark.errors import ConfigError, ProtocolError, TransportError
 from farspark.native.round_calls import ALL, ENDED, LATE, RoundCalls, ready_round_calls
 from farspark.transport.addresses import SocketAddress, connect_to_any, listen_on_any, show
-from farspark.transport.base import Piece
+from farspark.transport.base import Memory, Piece
 from farspark.transport.endpoint import DEFAULT_CONNECT_SPIN_US, DEFAULT_LISTEN_SPIN_US, Endpoint
-from farspark.transport.ends import GuardedChannelEnd, ListenerEnd, at_ns
+from farspark.transport.ends import GuardedChannelEnd, ListenerEnd, at_ns, memory_of
 
 # A peer that vanished without a word is noticed after 5 + 3 * 2 seconds of silence, or 10 seconds after bytes that it
 # does not acknowledge. Rounds have their own, far shorter, deadline; this is what frees a dead engine's slots.
@@ -40,8 +40,6 @@ _LENGTH = struct.Struct("<I")
 _MAX_LENGTH = _WHOLE = 0xFFFFFFFF
 # What a channel starts to receive into; it grows to the largest frame met.
 _FIRST_MEMORY_BYTES = 64 * 1024
-# Memory up to this size is kept for the frames to come: pages that are warm cost a tenth of those the kernel must zero.
-_MAX_KEPT_BYTES = 4 * 1024 * 1024
 _IOV_MAX = 1024
 # Plain integers: the operators of enum.IntFlag take microseconds.
 _DONT_WAIT, _WAIT_ALL = int(socket.MSG_DONTWAIT), int(socket.MSG_WAITALL)
@@ -71,7 +69,7 @@ class TcpChannel(GuardedChannelEnd):
 
         # What was received: frames that are not taken yet start at `_from`, what came last ends at `_to`. Everything in
         # front of `_from` belongs to those who took it.
-        self._memory = bytearray(_FIRST_MEMORY_BYTES)
+        self._memory = memory_of(_FIRST_MEMORY_BYTES)
         self._from = 0
         self._to = 0
 
@@ -102,7 +100,7 @@ class TcpChannel(GuardedChannelEnd):
         finally:
             self._end()
 
-    def lend(self) -> tuple[int, bytearray, int, int] | None:
+    def lend(self) -> tuple[int, Memory, int, int] | None:
         """For an exchange by native code of the caller's: descriptor, empty memory, greatest frame, nanoseconds to spin. None
         where that cannot be had now. Raises TransportError. Everybody else keeps off until `take_back`, or `give_up`.
         """
@@ -333,7 +331,7 @@ class TcpChannel(GuardedChannelEnd):
         start, self._from = self._from, 0
         rest = self._memory[start : self._to] if start < self._to else b""
         self._to = len(rest)
-        if len(self._memory) <= _MAX_KEPT_BYTES:
+        if isinstance(self._memory, bytearray):
             try:
                 # A bytearray refuses to change its length as long as a view of it lives anywhere.
                 self._memory.append(0)
@@ -341,14 +339,14 @@ class TcpChannel(GuardedChannelEnd):
             except BufferError:
                 self._memory = bytearray(len(self._memory))
         else:
-            self._memory = bytearray(max(_FIRST_MEMORY_BYTES, len(rest)))
+            self._memory = memory_of(max(_FIRST_MEMORY_BYTES, len(rest)))
         if rest:
             self._memory[: len(rest)] = rest
 
     def _reserve(self, end: int) -> None:
         """Have room for a frame up to `end`; its length has been judged."""
         if end > len(self._memory):
-            larger = bytearray(end)
+            larger = memory_of(end)
             larger[: self._to] = self._memory[: self._to]
             self._memory = larger
 

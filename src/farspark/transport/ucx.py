@@ -30,9 +30,17 @@ from farspark.native.build import NativeUnavailable
 from farspark.native.round_calls import Outcome, RoundCalls, UcxCalls, ready_round_calls
 from farspark.native.ucx import Address, UcxLibrary, UcxPiece, load_ucx
 from farspark.transport.addresses import SocketAddress, connect_to_any, listen_on_any, show
-from farspark.transport.base import Piece
+from farspark.transport.base import Memory, Piece
 from farspark.transport.endpoint import DEFAULT_CONNECT_SPIN_US, DEFAULT_LISTEN_SPIN_US, Endpoint
-from farspark.transport.ends import NEVER_NS, GuardedChannelEnd, ListenerEnd, WatchedChannelEnd, at_ns, at_s
+from farspark.transport.ends import (
+    NEVER_NS,
+    GuardedChannelEnd,
+    ListenerEnd,
+    WatchedChannelEnd,
+    at_ns,
+    at_s,
+    memory_of,
+)
 
 # How long a client may take between its first packet and the answer to our greeting.
 ESTABLISH_NS: Final = 5_000_000_000
@@ -44,10 +52,8 @@ CLOSE_WITHIN_S: Final = 5.0
 _BACKLOG: Final = 128
 # Beside one frame of the largest size: what a peer may send ahead while this side sends.
 _UNREAD_SLACK_BYTES: Final = 4 * 1024 * 1024
-# Up to what size a frame gets memory of its own, and up to what size the memory of a larger one is kept for the next. The first
-# is below the 128 KiB from which on C's library asks the system for memory each time.
+# Up to what size a frame gets memory of its own: below the 128 KiB from which on C's library asks the system for it each time.
 _SMALL_BYTES: Final = 96 * 1024
-_MAX_KEPT_BYTES: Final = 4 * 1024 * 1024
 _TEXT_BYTES: Final = 64 * 1024
 # RDMA registers the memory that it uses; less than this is not enough for the queues of a few connections.
 _LITTLE_MEMLOCK_BYTES: Final = 64 * 1024 * 1024
@@ -357,10 +363,10 @@ class UcxChannel(GuardedChannelEnd, WatchedChannelEnd):
         if length > self._limit:
             self._is_closed = True
             raise ProtocolError(f"{self._lane}: frame of {length} bytes announced, at most {self._limit}")
-        memory = self._memory
-        if len(memory) < length or _is_looked_at(memory):
-            memory = bytearray(length)
-            if length <= _MAX_KEPT_BYTES:
+        memory: Memory = self._memory
+        if len(memory) < length or _is_looked_at(self._memory):
+            memory = memory_of(length)
+            if isinstance(memory, bytearray):
                 self._memory = memory
         self._calls.ucxchannel_take(self._handle, _address_of(memory))
         return memoryview(memory)[:length]
@@ -695,7 +701,7 @@ def _is_looked_at(memory: bytearray) -> bool:
     return False
 
 
-def _address_of(memory: bytearray) -> int:
+def _address_of(memory: Memory) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
