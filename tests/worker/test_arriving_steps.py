@@ -10,15 +10,17 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
+from tests.fakes.clock import FakeClock
 from tests.fakes.drafters import INFO, ArithmeticDrafter, info
-from tests.worker.peer import DRAFT, HELLO, NEW, N, entry, ids, make_rows, serving, until
+from tests.fakes.served import served
+from tests.worker.peer import DRAFT, HELLO, NEW, N, config, entry, ids, make_rows, serving, until
 
 from farspark.errors import TransportError
 from farspark.native.round_calls import load_round_calls
 from farspark.wire import codec
 from farspark.wire.layout import FrameStatus, Operation, RequestStatus
 from farspark.wire.messages import Entry, Header, Hello, StepReply
-from farspark.worker.server import Server
+from farspark.worker.server import IDLE_AFTER_S, Server
 from farspark.worker.session import Plan, Session
 
 
@@ -96,6 +98,25 @@ def test_a_step_is_judged_while_its_rows_are_on_their_way() -> None:
         assert "steps" not in server.snapshot()["counters"]
         peer.socket.sendall(rows[1:])
         assert peer.drafts().tokens.tolist() == ids(0, 0, 1) + ids(1, 0, 2)
+
+
+def test_draining_waits_for_a_step_that_is_on_its_way_from_an_engine_that_was_idle() -> None:
+    clock = FakeClock()
+    server = Server(ArithmeticDrafter(), config(listen="tcp://127.0.0.1:0", drain_s=5.0), clock=clock)
+    with served(server), SlowPeer(server, 1) as peer:
+        clock.advance(10 * IDLE_AFTER_S)
+        head, rows = peer.frame(entry(0, 0, 1, DRAFT | NEW))
+        peer.socket.sendall(head + rows[:1])
+        until(lambda: server.slots_in_use == 1)
+        draining = threading.Thread(target=server.drain)
+        draining.start()
+        time.sleep(0.2)  # several of its looks
+        peer.socket.sendall(rows[1:])
+        header, _ = peer.reply()
+        assert (header.status, header.is_draining) == (FrameStatus.OK, True)
+        peer.socket.close()
+        draining.join(5)
+        assert not draining.is_alive()
 
 
 def test_a_connection_that_dies_with_a_step_half_sent_gives_its_slots_back_FRAMING() -> None:

@@ -22,7 +22,7 @@ class Connection:
     thread: threading.Thread | None = None
     # Of its thread; others look, so as not to end it in the middle of a round.
     is_busy: bool = False  # a frame is in hand
-    heard_s: float = 0.0  # when the newest whole frame was there
+    heard_s: float = 0.0  # when the newest frame began to come, and then when it was whole
     # What HELLO began: written with the sessions' lock held, see `answers`; by its thread, but for the end of the session,
     # which may come from any. `session` comes last and goes first, so whoever sees one sees what belongs to it.
     session: Session | None = None  # used with that lock held

@@ -314,6 +314,8 @@ class Server:
         channel, answers = connection.channel, self._answers
         while True:
             frame, arrived = channel.recv_head(HEAD_BYTES, _NEVER)
+            # The rows of a long prefill may be on their way for longer than an idle engine has.
+            connection.heard_s = self._clock()
             begun = answers.begin(connection, frame, arrived)
             channel.recv(_NEVER)
             # `stop` first says so and then looks who is busy; here it is the other way round, so one sees the other.
