@@ -199,6 +199,7 @@ def test_a_worker_whose_output_nobody_reads_any_more_stops_as_it_should(
             "--spin-us 5 contradicts ?spin_us=6 of --listen; give only one of them",
         ),
         (["--ready-file", "/nowhere/at/all/ready"], "--ready-file /nowhere/at/all/ready: its folder does not exist"),
+        (["--ready-file", "/proc/ready"], "--ready-file /proc/ready: its folder cannot be written to: No such file"),
         ([], "checkpoint /no/checkpoint: not a folder"),
         (["--target", "/no/target"], "checkpoint /no/checkpoint: not a folder"),
     ],

@@ -225,6 +225,13 @@ def _check_before_loading(config: WorkerConfig) -> None:
         if not config.ready_file.parent.is_dir():
             raise ConfigError(f"--ready-file {config.ready_file}: its folder does not exist")
         _remove(config.ready_file)
+        try:
+            _partial(config.ready_file).touch()
+        except OSError as error:
+            raise ConfigError(
+                f"--ready-file {config.ready_file}: its folder cannot be written to: {error.strerror}"
+            ) from error
+        _remove(_partial(config.ready_file))
     for what, folder in (("checkpoint", config.checkpoint), ("--target", config.target)):
         if folder is not None and not folder.is_dir():
             raise ConfigError(f"{what} {folder}: not a folder; expected one with config.json and the weights")
@@ -250,7 +257,7 @@ def _announced(server: Server, config: WorkerConfig) -> Iterator[None]:
     if path is None:
         yield
         return
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = _partial(path)
     try:
         partial.write_text(f"{server.endpoint}\n", encoding="utf-8")
         partial.replace(path)
@@ -260,6 +267,11 @@ def _announced(server: Server, config: WorkerConfig) -> Iterator[None]:
         yield
     finally:
         _remove(path)
+
+
+def _partial(ready_file: Path) -> Path:
+    """What becomes the ready file once it is written."""
+    return ready_file.with_name(f".{ready_file.name}.{os.getpid()}")
 
 
 def _remove(path: Path) -> None:
