@@ -185,6 +185,34 @@ def test_a_worker_whose_output_nobody_reads_any_more_stops_as_it_should(
             assert process.wait(timeout=30) == code
 
 
+# A worker whose listener goes as soon as it is ready.
+LOSING_ITS_LISTENER = """
+import pathlib, sys, threading, time
+from farspark.cli.main import main
+from farspark.transport import memory
+checkpoint, ready = sys.argv[1:]
+def lose():
+    while not pathlib.Path(ready).exists():
+        time.sleep(0.01)
+    memory._listeners["lost"].close()
+threading.Thread(target=lose).start()
+sys.exit(main(["worker", checkpoint, "--listen", "memory://lost", "--ready-file", ready, "--slots", "1", "--context", "16"]))
+"""
+
+
+def test_a_worker_that_nobody_can_reach_any_more_ends_as_one_that_failed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOSING_ITS_LISTENER, write_tiny(tmp_path / "drafter"), tmp_path / "ready"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert "accepting has ended: memory://lost: closed" in done.stderr
+    assert done.returncode == 1
+    assert not (tmp_path / "ready").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

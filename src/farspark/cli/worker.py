@@ -24,6 +24,8 @@ from farspark.worker.config import DTYPES, FOLLOW, QUANTISATIONS, WorkerConfig
 from farspark.worker.server import Server
 
 _DEFAULTS = WorkerConfig(checkpoint=Path())
+# What the main thread waits for: a signal, or the end of accepting.
+_TOLD, _ENDED = b"t", b"e"
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -198,11 +200,11 @@ def run(options: argparse.Namespace) -> int:
             with _announced(server, config):
                 _say(f"ready on {server.endpoint}")
                 thread.start()
-                os.read(signalled.read_end, 1)
+                was_told = os.read(signalled.read_end, 1) == _TOLD
             _drain(server, signalled, config.drain_s)
             server.stop()
             thread.join()
-    return 0
+    return 0 if was_told else 1
 
 
 def _listen(text: str, spin_us: int | None) -> Endpoint:
@@ -300,7 +302,7 @@ def _signalled() -> Iterator[_Signals]:
             with contextlib.suppress(OSError):  # nobody may be reading
                 os.write(2, b"farspark: told to stop twice, ended at once\n")
             os._exit(128 + number)
-        os.write(signals.write_end, b"x")
+        os.write(signals.write_end, _TOLD)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note)
@@ -319,7 +321,7 @@ def _serve(server: Server, signals: _Signals) -> None:
     try:
         server.serve()
     finally:
-        os.write(signals.write_end, b"x")
+        os.write(signals.write_end, _ENDED)
 
 
 def _drain(server: Server, signals: _Signals, drain_s: float) -> None:
