@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -183,6 +184,24 @@ def test_a_worker_whose_output_nobody_reads_any_more_stops_as_it_should(
                 time.sleep(0.1)
                 process.send_signal(signal.SIGINT)
             assert process.wait(timeout=30) == code
+
+
+def test_the_first_process_of_a_container_can_be_told_to_stop_while_it_loads(tmp_path: Path) -> None:
+    alone = ["unshare", "--pid", "--fork", "--kill-child"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this process may not make a PID namespace")
+    os.mkfifo(tmp_path / "config.json")  # nobody writes to it: loading takes for ever
+    with subprocess.Popen(
+        [*alone, *command(tmp_path, "--listen", "tcp://127.0.0.1:0")], stdout=subprocess.PIPE, text=True
+    ) as outside:
+        try:
+            assert outside.stdout is not None
+            assert outside.stdout.readline().startswith("loading")
+            first = int(Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text(encoding="ascii"))
+            os.kill(first, signal.SIGTERM)
+            assert outside.wait(timeout=10) == 143
+        finally:
+            outside.kill()
 
 
 # A worker whose listener goes as soon as it is ready.

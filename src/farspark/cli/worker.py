@@ -168,6 +168,9 @@ def run(options: argparse.Namespace) -> int:
         ready_file=options.ready_file,
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    if os.getpid() == 1:
+        # The first process of a container gets no signal that it has no handler for; loading may take minutes.
+        signal.signal(signal.SIGTERM, lambda number, _frame: os._exit(128 + number))
     _check_before_loading(config)
 
     # Imports torch.
