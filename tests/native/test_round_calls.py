@@ -484,8 +484,8 @@ def test_calls_of_many_threads_do_not_disturb_each_other(calls: RoundCalls) -> N
 class Tensor:
     """What is looked at of one, each time a new object, so that one that is kept is found."""
 
-    def __init__(self, address: int, dtype: object = "int32", stride: object = (1,), length: int = 2) -> None:
-        self.address, self.dtype, self._stride, self._length = address, dtype, stride, length
+    def __init__(self, address: int, dtype: object = "int32", stride: object = (1,), shape: object = (2,)) -> None:
+        self.address, self.dtype, self._stride, self.shape = address, dtype, stride, shape
 
     def data_ptr(self) -> int:
         return self.address ^ 0
@@ -493,11 +493,8 @@ class Tensor:
     def stride(self) -> object:
         return (*self._stride,) if isinstance(self._stride, tuple) else self._stride
 
-    def __len__(self) -> int:
-        return self._length
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__} {self.address} {self.dtype} {self._stride} {self._length}"
+        return f"{type(self).__name__} {self.address} {self.dtype} {self._stride} {self.shape}"
 
 
 class Gone(Tensor):
@@ -506,7 +503,7 @@ class Gone(Tensor):
 
 
 def tap(address: int, **other: Any) -> Tensor:
-    return Tensor(address, **{"dtype": "bf16", "stride": (64, 1), **other})
+    return Tensor(address, **{"dtype": "bf16", "stride": (64, 1), "shape": (9, 60), **other})
 
 
 KEPT = Tensor(0), Tensor(0)
@@ -536,7 +533,7 @@ class Filled:
 
     def refill(self, rows: int = 0x1000, meta: int = 6, *, is_sampled: bool = True, **change: Any) -> int:
         dtypes = ("int64", *["int32"] * 4, "bf16", *(("float32", "int64") if is_sampled else (None, None)))
-        known = (ctypes.addressof(self.values), ctypes.addressof(self.grid), 20, 4, KEPT, dtypes, (64, 1), 2)
+        known = (ctypes.addressof(self.values), ctypes.addressof(self.grid), 20, 4, KEPT, dtypes, (64, 1), 2, 60)
         return self.calls.refill_gather(known, tuple((STEP | change).values()), rows, meta)
 
 
@@ -568,7 +565,8 @@ def test_a_gathers_launch_is_filled_for_a_step_of_a_known_kind(calls: RoundCalls
     ]
     assert filled.grid[:] == [7, 4, 1]
     assert (
-        filled.refill(wants_drafts=False, row_bound=20, slots=Tensor(8, length=4), hidden=(tap(0x300), tap(0x10))) == 4
+        filled.refill(wants_drafts=False, row_bound=20, slots=Tensor(8, shape=(4,)), hidden=(tap(0x300), tap(0x10)))
+        == 4
     )
     assert (filled.values[25], filled.grid[0], filled.values[11], filled.values[22]) == (0, 20, 8, 4)
     assert filled.values[:3] == [0x300, 0x10, 0x300]
@@ -588,7 +586,11 @@ def test_where_drafts_are_not_sampled_nobody_looks_at_what_they_would_be_sampled
         {"hidden": [tap(0x100), tap(0x200, dtype="float32")]},
         {"hidden": [tap(0x100), tap(0x200, stride=(128, 1))]},
         {"hidden": [tap(0x100), tap(0x200, stride=None)]},
-        {"hidden": [tap(0x100), Gone(0x200, "bf16", (64, 1))]},
+        {"hidden": [tap(0x100), tap(0x200, shape=(9, 59))]},
+        {"hidden": [tap(0x100, shape=(9, 61)), tap(0x200)]},
+        {"hidden": [tap(0x100), tap(0x200, shape=(60,))]},
+        {"hidden": [tap(0x100), tap(0x200, shape=[9, 60])]},
+        {"hidden": [tap(0x100), Gone(0x200, "bf16", (64, 1), (9, 60))]},
         {"hidden": [tap(0x100), "no tensor"]},
         {"hidden": [tap(0x100) for _ in range(9)]},
         {"hidden": 5},
@@ -596,8 +598,9 @@ def test_where_drafts_are_not_sampled_nobody_looks_at_what_they_would_be_sampled
         {"num_rejected": Tensor(5, "int64")},
         {"num_rejected": Tensor(-5)},
         {"query_start_loc": Gone(2)},
-        {"slots": Tensor(3, length=5)},
-        {"slots": Tensor(3, length=0)},
+        {"slots": Tensor(3, shape=(5,))},
+        {"slots": Tensor(3, shape=(0,))},
+        {"slots": Tensor(3, shape=())},
         {"slots": None},
         {"last_sampled": Tensor(0)},
         {"next_prefill_tokens": Tensor(0)},

@@ -64,7 +64,7 @@ UCXCHANNEL: Final = Library(
 ROUNDCALLS: Final = Library(
     "roundcalls",
     "the quick calls of a round",
-    5,
+    6,
     "round_calls.h",
     ("round_calls.c", "step_calls.c", "submit_calls.c"),
     other_headers=("ucx_channel.h", "hostflag.h"),

@@ -17,7 +17,7 @@
 #define ROUNDCALLS_API __attribute__((visibility("default")))
 
 /* Of the functions together: any change of them is another version. */
-#define ROUNDCALLS_VERSION 5u
+#define ROUNDCALLS_VERSION 6u
 #define ROUNDCALLS_NEVER INT64_MAX
 
 ROUNDCALLS_API uint32_t roundcalls_version(void);

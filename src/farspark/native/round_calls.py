@@ -36,10 +36,10 @@ CLOCK_MONOTONIC; how `hostflag_publish` ended, UNPUBLISHED where it was not call
 UNPUBLISHED: Final = -1
 Made = tuple[type[Any], type[Any], type[Any], int, int]
 """Entry, EntryReply, DraftEntry; the statuses OK and PARTIAL_WINDOW."""
-GatherKind = tuple[int, int, int, int, tuple[Any, ...], tuple[Any, ...], tuple[int, ...], int]
+GatherKind = tuple[int, int, int, int, tuple[Any, ...], tuple[Any, ...], tuple[int, ...], int, int]
 """Addresses of a launch's values and of its grid; the most rows and requests of a step; the two of its tensors that the runner
 keeps for its life; the dtypes of five others, of the taps, of temperature and seeds (None where drafts are not sampled: nobody
-looks at the two then); the stride of every tap, and how many there are."""
+looks at the two then); the stride of every tap, how many there are, and the width of each."""
 Rules = tuple[int, int, int, int, int, int, int]
 """Slots, context, row bytes, rows per STEP, N, vocabulary, greatest position."""
 
@@ -146,8 +146,7 @@ class RoundCalls(Protocol):
         """Fill the launch of the gather's kernel for another `engine.gather.torch_gather.StepTensors` of a kind that it was
         filled for before, which is to write to the addresses `rows` and `meta`: the number of its requests.
 
-        0 where the step may be of another kind; then nothing was changed, and `TritonGather` looks at it more closely. Of taps
-        with the known stride the width is not looked at.
+        0 where the step may be of another kind; then nothing was changed, and `TritonGather` looks at it more closely.
         """
         ...
 

@@ -23,10 +23,10 @@ enum { TAPS_AT = 0, OTHERS_AT = 9, SAMPLING_AT = 17, ROWS_AT = 19, META_AT = 21,
 enum { MAX_TAPS = 8, OTHERS = 5, KEPT_COUNT = 2, SAMPLING = 2, ALIGNED = 16 };
 enum { TAPS_DTYPE = OTHERS, SAMPLING_DTYPE, DTYPES_COUNT = SAMPLING_DTYPE + SAMPLING };
 /* What is known of the kind; see RoundCalls.refill_gather. */
-enum { VALUES, GRID, MAX_ROWS, MAX_REQUESTS, KEPT, DTYPES, STRIDE, TAPS, KNOWN_FIELDS };
+enum { VALUES, GRID, MAX_ROWS, MAX_REQUESTS, KEPT, DTYPES, STRIDE, TAPS, WIDTH, KNOWN_FIELDS };
 
 static struct {
-    PyObject *data_ptr, *dtype, *stride;
+    PyObject *data_ptr, *dtype, *stride, *shape;
 } text;
 
 int roundcalls_prepare_submits(void)
@@ -35,8 +35,19 @@ int roundcalls_prepare_submits(void)
         return 0;
     text.dtype = PyUnicode_InternFromString("dtype");
     text.stride = PyUnicode_InternFromString("stride");
+    text.shape = PyUnicode_InternFromString("shape");
     text.data_ptr = PyUnicode_InternFromString("data_ptr");
-    return text.dtype == NULL || text.stride == NULL || text.data_ptr == NULL ? -1 : 0;
+    return text.dtype == NULL || text.stride == NULL || text.shape == NULL || text.data_ptr == NULL ? -1 : 0;
+}
+
+/* Along a dimension, as its shape says: what len() asks of a tensor of torch's is bytecode. -1, perhaps with an exception. */
+static Py_ssize_t find_length(PyObject *tensor, Py_ssize_t dimension)
+{
+    PyObject *shape = PyObject_GetAttr(tensor, text.shape);
+    bool has_it = shape != NULL && PyTuple_Check(shape) && PyTuple_Size(shape) > dimension;
+    Py_ssize_t length = has_it ? PyLong_AsSsize_t(PyTuple_GetItem(shape, dimension)) : -1;
+    Py_XDECREF(shape);
+    return length;
 }
 
 /* Of a tensor. False, perhaps with an exception, where it is of another dtype; so are the two below for what they look at. */
@@ -65,12 +76,13 @@ static bool has_stride(PyObject *tensor, PyObject *wanted)
 static bool find_taps(PyObject *hidden, PyObject *known, PyObject *dtype, uint64_t *taps)
 {
     PyObject *stride = PyTuple_GetItem(known, STRIDE);
-    Py_ssize_t count = PySequence_Size(hidden);
+    Py_ssize_t count = PySequence_Size(hidden), width = PyLong_AsSsize_t(PyTuple_GetItem(known, WIDTH));
     if (count < 1 || count > MAX_TAPS || count != PyLong_AsSsize_t(PyTuple_GetItem(known, TAPS)))
         return false;
     for (Py_ssize_t index = 0; index < count; index++) {
         PyObject *tap = PySequence_GetItem(hidden, index);
-        bool is_found = tap != NULL && has_stride(tap, stride) && find_address(tap, dtype, &taps[index]);
+        bool is_found = tap != NULL && has_stride(tap, stride) && find_length(tap, 1) == width &&
+                        find_address(tap, dtype, &taps[index]);
         Py_XDECREF(tap);
         if (!is_found)
             return false;
@@ -96,7 +108,7 @@ static Py_ssize_t refill(PyObject *known, PyObject *step, uint64_t rows, uint64_
         if (PyTuple_GetItem(step, LAST_SAMPLED + index) != PyTuple_GetItem(kept, index))
             return 0;
     }
-    Py_ssize_t requests = PyObject_Size(PyTuple_GetItem(step, SLOTS));
+    Py_ssize_t requests = find_length(PyTuple_GetItem(step, SLOTS), 0);
     long row_bound = PyLong_AsLong(PyTuple_GetItem(step, ROW_BOUND));
     int wants_drafts = PyObject_IsTrue(PyTuple_GetItem(step, WANTS_DRAFTS));
     if (wants_drafts < 0 || requests < 1 || requests > PyLong_AsSsize_t(PyTuple_GetItem(known, MAX_REQUESTS)) ||

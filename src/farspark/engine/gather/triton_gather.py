@@ -271,6 +271,7 @@ class TritonGather(TorchGather):
             (*[tensor.dtype for tensor in (*_changing(step), step.hidden[0])], *sampling),
             step.hidden[0].stride(),
             self.shape.taps,
+            self.shape.hidden_size,
         )
 
     def _pack(self, step: StepTensors, row_bound: int, *, keep: bool) -> None:
