@@ -26,7 +26,9 @@ except Exception as error:
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_a_mismatch_ends_the_process_with_its_own_status_and_one_line_that_says_what_and_where() -> None:
@@ -44,6 +46,20 @@ def test_another_error_comes_with_its_traceback() -> None:
     assert done.returncode == EXIT_STATUS
     assert "IndexError: list index out of range" in done.stderr
     assert "step 7 receive: MISMATCH" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "output",
+    ["os.close(reader)", "os.close(writer); os.close(1)", "sys.stdout = None", "os.close(2)"],
+    ids=["nobody reads", "closed", "none", "no stderr"],
+)
+def test_a_process_whose_output_nobody_takes_ends_all_the_same(output: str) -> None:
+    program = f"import os, sys; reader, writer = os.pipe(); os.dup2(writer, 1)\n{END}\n".replace(
+        "try:", f"{output}\ntry:", 1
+    )
+    done = run(program.format(raises="raise TokenTransportError('planted')"))
+    assert done.returncode == EXIT_STATUS
+    assert "close(2)" in output or "step 7 receive: MISMATCH" in done.stderr
 
 
 SIGNALLED = """

@@ -7,6 +7,7 @@ whose connections close, and by the executor's monitor, which ends the engine.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -35,9 +36,10 @@ def end_process(error: BaseException, *, where: str, history: str) -> NoReturn:
         *report.splitlines(),
         *history.splitlines(),
     ]
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    for handler in [*logging.getLogger("vllm").handlers, *logging.getLogger().handlers]:
-        handler.flush()
-    os.write(2, ("\n".join(lines) + "\n").encode(errors="replace"))
-    os._exit(EXIT_STATUS)
+    try:
+        for one in (sys.stdout, sys.stderr, *logging.getLogger("vllm").handlers, *logging.getLogger().handlers):
+            with contextlib.suppress(Exception):  # there is none, or nobody reads it any more
+                one.flush()
+        os.write(2, ("\n".join(lines) + "\n").encode(errors="replace"))
+    finally:
+        os._exit(EXIT_STATUS)
