@@ -122,8 +122,10 @@ def test_a_cached_build_that_others_may_write_to_or_that_was_cut_short_is_made_a
     file.chmod(0o777)
     assert ask(package) == ("compiled", file)
     assert stat.S_IMODE(file.stat().st_mode) == 0o755
-    file.write_bytes(file.read_bytes()[:100])
-    assert ask(package) == ("compiled", file)
+    whole = file.read_bytes()
+    for size in (0, 10, 100, 5000, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        assert ask(package) == ("compiled", file), size
     assert ask(package, path="") == ("cached", file)
 
 

@@ -11,6 +11,7 @@ import ctypes
 import os
 import platform
 import stat
+import struct
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Final
 
 from farspark.native.build import HOSTFLAG, Library, NativeUnavailable, compile_library, source_digest
+
+# Of the header of a little-endian 64-bit ELF file: where its table of sections is, the size of an entry, and their number.
+_ELF64: Final = struct.Struct("<40xQ10xHH2x")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +125,23 @@ def _open_ours(library: Library, path: Path, origin: str) -> Build:
     return build
 
 
+def _refuse_if_cut_short(path: Path) -> None:
+    """The system's loader maps what the file says it has, and the process dies of a page that is not there. What comes last in a
+    file is the table of its sections. Raises NativeUnavailable, OSError."""
+    with path.open("rb") as file:
+        head, size = file.read(_ELF64.size), os.fstat(file.fileno()).st_size
+    if len(head) < _ELF64.size or not head.startswith(b"\x7fELF\x02\x01"):
+        return  # it says itself what that is
+    table_at, entry_size, entries = _ELF64.unpack(head)
+    if size < table_at + entry_size * entries:
+        raise NativeUnavailable(f"{path} is cut short: it has {size} of {table_at + entry_size * entries} bytes")
+
+
 def _open(library: Library, path: Path, origin: str) -> Build:
     # Absolute: dlopen looks for a bare name in the system's directories.
     path = path.absolute()
     try:
+        _refuse_if_cut_short(path)
         calls = ctypes.CDLL(str(path), use_errno=True)
     except OSError as error:
         raise NativeUnavailable(f"{path} cannot be loaded: {error}") from error
