@@ -21,8 +21,10 @@ from tests.fakes.async_world import HostDevice, World, make_info, settings, talk
 
 from farspark.engine.capture import CaptureReader
 from farspark.engine.config import AsyncProxy
+from farspark.engine.handoff.gate import Gate
 from farspark.engine.handoff.handoff import HandoffRefusedError, open_handoff
 from farspark.engine.handoff.process import ProxyProcess
+from farspark.engine.handoff.region import Region, RegionShape
 from farspark.engine.handoff.thread import ProxyThread
 from farspark.engine.result import RoundOutcome
 from farspark.stats import Stats
@@ -176,6 +178,39 @@ def test_half_open_a_killed_proxy_is_replaced_until_the_budget_is_spent(
     assert side.facts()["respawns_left"] == 0
     ended = world.counters()
     assert ended["rounds_ok"] + ended["rounds_failed"] + ended["rounds_some_failed"] == world.tally.rounds
+
+
+def test_counters_read_while_a_proxy_is_buried_are_whole_and_never_go_back() -> None:
+    """The engine's thread reads them, the keeper's adds those of the proxy that is gone."""
+    spec = talker_spec(make_info(), "tcp://127.0.0.1:1")
+    region = Region(RegionShape(spec.shape, 8, 4096))
+    page: Any = None  # nothing is served
+    side = ProxyProcess(settings(AsyncProxy.PROCESS), spec, region, page, Gate(0))
+    is_over = threading.Event()
+
+    def bury() -> None:
+        for proxy in range(1 << 30):
+            counters = {f"counter_{at}": 1 for at in range(40)} | {f"only_of_{proxy}": 1}
+            region.counters.write({"noted": 0, "counters": counters})
+            side._settle_accounts(0)
+            if is_over.is_set():
+                break
+
+    before, keeper = sys.getswitchinterval(), threading.Thread(target=bury)
+    sys.setswitchinterval(1e-6)
+    keeper.start()
+    seen, deadline = [0], time.monotonic() + 20
+    try:
+        while seen[-1] < 200 and time.monotonic() < deadline:
+            seen.append(side.counters().get("counter_0", 0))
+    finally:
+        is_over.set()
+        keeper.join()
+        sys.setswitchinterval(before)
+        os.close(side._wake)
+        region.close()
+    assert seen == sorted(seen)
+    assert seen[-1] >= 200
 
 
 def test_a_proxy_that_served_long_enough_restores_the_budget(open_world: Open) -> None:

@@ -54,6 +54,7 @@ class ProxyProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
         self._served_from_s = 0.0
+        self._accounts = threading.Lock()  # guards the next two, and that what is added to them leaves the region
         self._past: Counter[str] = Counter()  # of children that are gone
         self._last_details: dict[str, Any] = {}
         self._stopping = threading.Event()
@@ -89,7 +90,8 @@ class ProxyProcess:
         return True
 
     def counters(self) -> dict[str, int]:
-        return dict(self._past + Counter(self._region.counters.read().get("counters", {})))
+        with self._accounts:
+            return dict(self._past + Counter(self._region.counters.read().get("counters", {})))
 
     def latency(self) -> dict[str, Any]:
         latency: dict[str, Any] = self.details_and_latency().get("latency", {})
@@ -99,11 +101,13 @@ class ProxyProcess:
         return {name: value for name, value in self.details_and_latency().items() if name != "latency"}
 
     def details_and_latency(self) -> dict[str, Any]:
-        return self._region.details.read() or self._last_details
+        with self._accounts:
+            return self._region.details.read() or self._last_details
 
     def facts(self) -> dict[str, Any]:
+        child = self._child
         return {
-            "proxy_pid": self._child.pid if self._child is not None else None,
+            "proxy_pid": None if child is None else child.pid,
             "proxies_started": self._started,
             "respawns_left": self._left,
             "stall_s": self._stall_s,
@@ -219,14 +223,15 @@ class ProxyProcess:
 
     def _settle_accounts(self, newest: int) -> None:
         """Keep the counters of the child that is gone, and count the rounds that it was given and took no note of."""
-        told = self._region.counters.read()
-        self._past += Counter(told.get("counters", {}))
-        lost = distance(newest, int(told.get("noted", self._region.noted)))
-        if lost > 0:
-            self._past["rounds_failed"] += lost
-            self._past["fallback_proxy_dead"] += lost
-        self._last_details = self._region.details.read() or self._last_details
-        self._region.renew(newest)
+        with self._accounts:
+            told = self._region.counters.read()
+            self._past += Counter(told.get("counters", {}))
+            lost = distance(newest, int(told.get("noted", self._region.noted)))
+            if lost > 0:
+                self._past["rounds_failed"] += lost
+                self._past["fallback_proxy_dead"] += lost
+            self._last_details = self._region.details.read() or self._last_details
+            self._region.renew(newest)
 
     def _kill(self) -> None:
         child, self._child = self._child, None
@@ -240,8 +245,7 @@ class ProxyProcess:
             self._pidfd = -1
 
     def __repr__(self) -> str:
-        pid = self._child.pid if self._child is not None else None
-        return f"<ProxyProcess {pid}, {self._started} started, {self._left} more are left>"
+        return f"<ProxyProcess {self.facts()['proxy_pid']}, {self._started} started, {self._left} more are left>"
 
 
 def _environment() -> dict[str, str]:
