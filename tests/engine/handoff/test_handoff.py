@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -178,6 +179,28 @@ def test_half_open_a_killed_proxy_is_replaced_until_the_budget_is_spent(
     assert side.facts()["respawns_left"] == 0
     ended = world.counters()
     assert ended["rounds_ok"] + ended["rounds_failed"] + ended["rounds_some_failed"] == world.tally.rounds
+
+
+def test_a_proxy_that_ends_before_it_was_told_its_job_costs_one_of_the_budget(
+    open_world: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, soak = open_world(AsyncProxy.PROCESS, respawns=2, watchdog_s=5.0)
+    good_round(world)
+    side = world.handoff.side
+    assert isinstance(side, ProxyProcess)
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    pidfd_open = os.pidfd_open
+
+    def late(pid: int) -> int:
+        """The keeper's thread does not come to run for a while."""
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return pidfd_open(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", late)
+    os.kill(soak._proxy_pid(), signal.SIGKILL)
+    until(lambda: world.handoff._gate.is_final)
+    assert "signal 9" in str(world.handoff.snapshot()["async_dead"])
+    assert (side.facts()["respawns_left"], side.facts()["proxies_started"]) == (0, 3)
 
 
 def test_counters_read_while_a_proxy_is_buried_are_whole_and_never_go_back() -> None:

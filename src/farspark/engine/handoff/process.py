@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -239,7 +240,8 @@ class ProxyProcess:
             child.kill()
             child.wait()
             if child.stdin is not None:
-                child.stdin.close()
+                with contextlib.suppress(BrokenPipeError):  # it went before it was told its job
+                    child.stdin.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
