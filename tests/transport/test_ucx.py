@@ -380,6 +380,43 @@ def silent_peer() -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.wait()
 
 
+FULL = """
+import os, resource, threading
+from farspark.clock import Deadline
+from farspark.transport import listen
+listener = listen("ucx://127.0.0.1:0", max_frame_bytes=1 << 20)
+threading.Thread(target=lambda: [listener.accept(Deadline.never()) for _ in range(9)], daemon=True).start()
+print(listener.endpoint, flush=True)
+while limit := input():
+    open_now = len(os.listdir("/proc/self/fd")) - 1
+    # Enough for the connection itself, not for what it takes to serve it.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + int(limit), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    print(open_now, flush=True)
+"""
+
+
+def test_a_peer_that_cannot_serve_another_connection_refuses_it_and_keeps_nothing_of_it() -> None:
+    command = [sys.executable, "-c", FULL]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as peer:
+        assert peer.stdin is not None
+        assert peer.stdout is not None
+        try:
+            endpoint = peer.stdout.readline().strip()
+            peer.stdin.write("4\n")
+            before = int(peer.stdout.readline())
+            for _ in range(3):
+                with pytest.raises(TransportError, match="refused"):
+                    connect(endpoint, soon(), max_frame_bytes=LIMIT)
+            deadline, open_now = soon(), -1
+            while open_now != before and not deadline.has_passed():
+                peer.stdin.write("1000\n")
+                open_now = int(peer.stdout.readline())
+            assert open_now == before
+            connect(endpoint, soon(), max_frame_bytes=LIMIT).close()
+        finally:
+            peer.kill()
+
+
 @pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_peer_that_stops_or_dies_never_outlasts_the_deadline_HALF_OPEN(sent: signal.Signals) -> None:
     with silent_peer() as (process, endpoint):

@@ -442,6 +442,7 @@ static ucs_status_t on_message(void *argument, const void *header_data, size_t h
     return UCS_OK;
 }
 
+/* params->conn_request is NULL afterwards, unless it was not UCX's yet. */
 static int channel_create(ucxchannel_context *context, ucp_ep_params_t *params, ucxchannel **channel_p)
 {
     ucp_am_handler_param_t handler = {
@@ -473,6 +474,7 @@ static int channel_create(ucxchannel_context *context, ucp_ep_params_t *params, 
     params->err_handler.cb = on_fault;
     params->err_handler.arg = channel;
     status = ucp_ep_create(channel->worker, params, &channel->endpoint);
+    params->conn_request = NULL;
     if (status != UCS_OK) {
         result = fail_ucx(status, "creating an endpoint");
         goto destroy_worker;
@@ -810,15 +812,18 @@ int ucxchannel_listener_address(ucxchannel_listener *listener, ucxchannel_addres
     return UCXCHANNEL_OK;
 }
 
-/* Make an endpoint for each connection that was asked for. One that cannot be made is UCX's to tell the client. */
+/* Make an endpoint for each connection that was asked for. What UCX cannot make of one it tells the client itself. */
 static void conceive(ucxchannel_listener *listener, int64_t until_ns)
 {
     while (listener->n_asking > 0) {
         ucp_ep_params_t params = {.field_mask = UCP_EP_PARAM_FIELD_CONN_REQUEST};
         ucxchannel *channel;
         params.conn_request = listener->asking[--listener->n_asking];
-        if (channel_create(listener->context, &params, &channel) != UCXCHANNEL_OK)
+        if (channel_create(listener->context, &params, &channel) != UCXCHANNEL_OK) {
+            if (params.conn_request != NULL)
+                ucp_listener_reject(listener->ucp, params.conn_request);
             continue;
+        }
         channel->until_ns = until_ns;
         channel->next = listener->embryos;
         listener->embryos = channel;
