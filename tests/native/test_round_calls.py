@@ -340,6 +340,57 @@ def test_a_reply_is_finished_as_python_finishes_it(calls: RoundCalls) -> None:
     assert calls.finish_reply(bytearray(3), reply) is None
 
 
+MOST = 64  # requests, and drafts of each, beyond which nothing is ordinary
+
+
+@pytest.mark.parametrize(("count", "drafts"), [(MOST, MOST), (MOST + 1, MOST), (MOST, MOST + 1)])
+def test_the_greatest_step_and_answer_are_what_python_makes_of_them_and_greater_ones_are_pythons(
+    calls: RoundCalls, count: int, drafts: int
+) -> None:
+    is_ordinary = max(count, drafts) <= MOST
+    chance = random.Random(8)
+    entries = [Entry(slot, 1, 2, 1, 7, 3, NEED, 1, 0) for slot in range(count)]
+    rows = bytes(count * INFO.row_bytes)
+    head = codec.encode_step_head(SESSION, 2, 7, entries, len(rows), MARGINS)
+    assert calls.step_head(SESSION, 2, 7, entries, len(rows), MARGINS) == (head if count <= MOST else None)
+
+    tokens = [chance.randrange(VOCAB) for _ in range(count * drafts)]
+    shares = [chance.random() for _ in tokens]
+    floats = memoryview(struct.pack(f"<{len(shares)}f", *shares)).cast("f")
+    reply = StepReply(
+        7,
+        drafts,
+        0,
+        [EntryReply(slot, 1, 3, RequestStatus.OK) for slot in range(count)],
+        memoryview(struct.pack(f"<{len(tokens)}i", *tokens)).cast("i"),
+        floats,
+        floats,
+        MARGINS,
+    )
+    of_reply = bytes(codec.encode_step_reply_head(SESSION, 2, reply))
+    drafter = info(num_drafts=drafts, vocab_size=VOCAB, context=CONTEXT, slots=count, max_position=200)
+    new = Step(1, [Entry(slot, 1, 0, 2, 7, 2, NEED | NEW) for slot in range(count)], memoryview(rows * 2))
+    sessions = [Session(drafter, SlotPool(count), slots=count, context=CONTEXT, stats=Stats()) for _ in range(2)]
+    for session in sessions:
+        session.plan(new)
+    frame = memoryview(head + rows)
+    begun = sessions[0].begin(calls, frame, len(frame), SESSION, count)
+    if is_ordinary:
+        assert begun is not None
+        assert begun[:2] == (2, sessions[1].plan(codec.decode_step(frame[32:], INFO.row_bytes)))
+        assert bytes(begun[2]) == of_reply
+    else:
+        assert begun is None
+
+    pieces = calls.finish_reply(bytearray(of_reply), reply)
+    expected = codec.finish_step_reply(bytearray(of_reply), reply)
+    assert pieces == (expected if is_ordinary else None)
+    whole = memoryview(b"".join(expected))
+    read = calls.read_answer(whole, SESSION, 2, StepReply, EntryReply, STATUSES)
+    assert read == (codec.decode_answer(whole, SESSION, 2) if is_ordinary else None)
+    assert calls.is_faultless(reply, entries, 7, drafts, VOCAB, CONTEXT, True) == is_ordinary
+
+
 def test_what_is_no_tuple_or_no_list_is_left_to_python(calls: RoundCalls) -> None:
     reply = some_reply(random.Random(5), [])
     assert calls.step_head(1, 1, 1, (), 0, 0) is None
@@ -681,7 +732,8 @@ def test_all_of_this_passes_under_a_sanitizer(sanitizer: str, runtime: str, sour
         "LD_PRELOAD": found.stdout.strip(),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python's own, at its end
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    tests = [__file__, str(Path(__file__).with_name("test_serve.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.native.test_round_calls import BUILD, CONTEXT, NEED, SESSION, VOCAB, N, flipped, some_reply
+from tests.native.test_round_calls import BUILD, CONTEXT, MOST, NEED, SESSION, VOCAB, N, flipped, some_reply
 
 from farspark.engine import replies
 from farspark.engine.replies import find_fault
@@ -40,7 +40,8 @@ from farspark.native.round_calls import (
     pack_round,
 )
 from farspark.wire import codec
-from farspark.wire.messages import Entry, StepReply
+from farspark.wire.layout import RequestStatus
+from farspark.wire.messages import Entry, EntryReply, StepReply
 
 M, ROW_BYTES, MAX_ROWS, ROUND, SEQUENCE, STEP_ID, DEPTH = 6, 24, 20, 77, 5, 7, 2
 PAGE, WON, LOST = 0xABCD, 0, 1
@@ -64,15 +65,16 @@ class Bench:
     calls: RoundCalls
     ours: socket.socket
     theirs: socket.socket
+    layout: ResultLayout = LAYOUT
     verdict: int = WON
     awaited: int = 0  # how the wait for the data ends
     published: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.record = np.frombuffer(bytearray(b"what the host has said of it"), dtype=np.uint8)
-        self.shared: npt.NDArray[np.int32] = np.zeros((M, 4), dtype=np.int32)
-        self.rows = np.frombuffer(random.Random(9).randbytes(M * CONTEXT * ROW_BYTES), dtype=np.uint8)
-        self.reply: npt.NDArray[np.int32] = np.full(LAYOUT.size, 99, dtype=np.int32)
+        self.shared: npt.NDArray[np.int32] = np.zeros((self.layout.max_requests, 4), dtype=np.int32)
+        self.rows = np.frombuffer(random.Random(9).randbytes(len(self.shared) * CONTEXT * ROW_BYTES), dtype=np.uint8)
+        self.reply: npt.NDArray[np.int32] = np.full(self.layout.size, 99, dtype=np.int32)
         self.meta: npt.NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
         self.head = bytearray()
         self.memory = bytearray(1 << 16)
@@ -81,7 +83,7 @@ class Bench:
         self.when_gathered: Callable[[], None] = lambda: None
 
     def take(self, page: int, round_: int, reply: int, size: int) -> int:
-        assert (page, round_, size) == (PAGE, ROUND, 4 * LAYOUT.size)
+        assert (page, round_, size) == (PAGE, ROUND, 4 * self.layout.size)
         self.published.append(ctypes.string_at(reply, size))
         return self.verdict
 
@@ -114,12 +116,12 @@ class Bench:
             "row_bytes": ROW_BYTES,
             "context": CONTEXT,
             "max_rows": MAX_ROWS,
-            "slots": M,
-            "num_drafts": N,
+            "slots": self.layout.max_requests,
+            "num_drafts": self.layout.num_drafts,
             "n_out": entries[0].n_out,
             "vocab_size": VOCAB,
             "depth": DEPTH,
-            "reply_bytes": 4 * LAYOUT.size,
+            "reply_bytes": 4 * self.layout.size,
             "reserved": 0,
         }
         said = changes.pop("said", bytes(self.record))
@@ -183,7 +185,7 @@ def framed(frame: bytes) -> bytes:
 
 def answer(reply: StepReply) -> bytes:
     return b"".join(
-        [codec.encode_step_reply_head(SESSION, SEQUENCE, reply), *codec.finish_step_reply(bytearray(200), reply)[1:]]
+        [codec.encode_step_reply_head(SESSION, SEQUENCE, reply), *codec.finish_step_reply(bytearray(2000), reply)[1:]]
     )
 
 
@@ -192,8 +194,8 @@ def head_of(entries: list[Entry]) -> bytes:
     return bytes(codec.encode_step_head(SESSION, SEQUENCE, STEP_ID, entries, rows, 0))
 
 
-def result_of(entries: list[Entry], reply: StepReply) -> bytes:
-    result = PackedResult.empty(LAYOUT)
+def result_of(entries: list[Entry], reply: StepReply, layout: ResultLayout = LAYOUT) -> bytes:
+    result = PackedResult.empty(layout)
     result.clear(RoundOutcome.OK, len(entries))
     result.put(reply.tokens, reply.confidences, len(entries))
     result.depths[: len(entries)] = DEPTH
@@ -281,6 +283,39 @@ def test_a_sound_answer_is_published(bench: Bench) -> None:
     assert isinstance(served, tuple)
     assert served[5] == WON
     assert bench.published == [result_of(entries, reply)]
+
+
+@pytest.mark.parametrize(("count", "drafts"), [(MOST, MOST), (MOST + 1, MOST), (MOST, MOST + 1)])
+def test_the_greatest_round_is_served_and_a_greater_one_is_pythons(calls: RoundCalls, count: int, drafts: int) -> None:
+    chance = random.Random(12)
+    entries = [Entry(slot, 1, 2, 1, 7, 3, NEED, 1, 0) for slot in range(count)]
+    tokens = [chance.randrange(VOCAB) for _ in range(count * drafts)]
+    shares = [chance.random() for _ in tokens]
+    reply = StepReply(
+        STEP_ID,
+        drafts,
+        0,
+        [EntryReply(one.slot, 1, 3, RequestStatus.OK) for one in entries],
+        memoryview(struct.pack(f"<{len(tokens)}i", *tokens)).cast("i"),
+        memoryview(struct.pack(f"<{len(shares)}f", *shares)).cast("f"),
+        None,
+        0,
+    )
+    layout = ResultLayout(count, drafts)
+    frame = answer(reply)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        bench = Bench(calls, ours, theirs, layout)
+        describe(bench, entries)
+        theirs.send(framed(frame))
+        served = bench.serve(entries, max_rows=count)
+        if count > MOST:
+            assert served == 0
+            assert not bench.sent()
+        else:
+            assert isinstance(served, tuple)
+            assert bytes(served[6]) == frame  # type: ignore[arg-type]
+        assert bench.published == ([result_of(entries, reply, layout)] if max(count, drafts) <= MOST else [])
 
 
 def test_what_the_device_says_is_read_once_its_data_is_there(bench: Bench) -> None:
