@@ -17,9 +17,10 @@ from farspark.engine.client import Answered, Client
 from farspark.engine.config import AsyncProxy
 from farspark.engine.handoff import proxy as proxy_module
 from farspark.engine.handoff.ordinary import OrdinaryRounds, Served
+from farspark.engine.handoff.region import Submission, next_round
 from farspark.engine.handoff.thread import ProxyThread
 from farspark.engine.result import PackedResult, RoundOutcome
-from farspark.engine.round import Deliver, RemoteRound, RoundInput, RoundRequest
+from farspark.engine.round import Deliver, Phase, RemoteRound, RoundInput, RoundRequest
 from farspark.native import Status
 from farspark.wire.layout import StepFlag
 
@@ -37,6 +38,23 @@ def test_rounds_that_go_on_take_one_call_each(open_world: Open, proxy: AsyncProx
     # New and preempted requests, and those in the middle of their prompt, take the other way.
     assert 15 < counters["rounds_in_one_call"] < 60
     assert world.tally.failed == 0
+
+
+def test_a_descriptor_that_is_seen_in_part_before_its_round_is_due_is_not_believed(open_world: Open) -> None:
+    """As a weakly ordered machine may show it: its number is there, and behind it stands something else."""
+    world, _ = open_world(spec={"timeout_s": 10.0}, watchdog_s=30.0)
+    for _ in range(10):
+        world.step([world.row(0, 1)])
+        world.drain()
+    region, owner = world.handoff._region, world._requests[0].owner
+    for slots, owners, k_windows in (([1001], [1000], [0]), ([0], [owner], [-1])):
+        said = Submission(slots, owners, k_windows, Phase.DECODE, 1)
+        region.describe(next_round(world.handoff._gate.newest), said, [])
+        time.sleep(0.05)  # the proxy looks every millisecond
+        world.step([world.row(0, 1)])
+        world.drain()
+        assert world.outcomes[-1] in (RoundOutcome.OK, RoundOutcome.NOTHING), said
+    assert world.handoff.is_open
 
 
 def test_python_makes_the_same_of_the_same_answer(open_world: Open, monkeypatch: pytest.MonkeyPatch) -> None:

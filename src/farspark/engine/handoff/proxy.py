@@ -99,6 +99,7 @@ class Proxy:
         self._result = PackedResult(region.shape.result, np.frombuffer(self._reply.memory, dtype=np.int32))
         self._row_bytes = region.shape.model.row_bytes
         self._context = region.shape.model.context
+        self._num_slots = region.shape.model.slots
         self._round = 0
         self._known: _Known | None = None  # of the round at hand, once the engine thread has said it
         self._ordinary = open_ordinary_rounds(page, region, talker, self._reply, spin_ns=spin_ns, nap_ns=nap_ns)
@@ -180,7 +181,10 @@ class Proxy:
     def _decode(self, record: bytes) -> _Known | None:
         try:
             said = self._region.decode(record)
+            is_possible = min(said.slots) >= 0 and max(said.slots) < self._num_slots and min(said.k_windows) >= 0
         except (IndexError, ValueError):
+            is_possible = False
+        if not is_possible:
             return None  # read while it was written
         requests = [
             RoundRequest(slot, owner, k_window)
