@@ -105,6 +105,16 @@ def test_a_compiler_that_fails_is_quoted(package: Path) -> None:
     assert not (package / "out.so").exists()
 
 
+def test_what_a_compiler_says_may_be_in_another_encoding(package: Path) -> None:
+    compiler = package / "cc"
+    compiler.write_text("#!/bin/sh\nprintf 'f\\374r diese Maschine nicht' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    done = run(package, "-X", "utf8", "-c", ASK, path=str(package))
+    assert done.returncode == 1
+    assert "NativeUnavailable: the native helper is not available" in done.stderr
+    assert "diese Maschine nicht" in done.stderr
+
+
 def test_a_cache_that_others_may_write_to_is_left_alone(package: Path) -> None:
     cache = package / "cache" / "farspark" / "native"
     cache.mkdir(parents=True)

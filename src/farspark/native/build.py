@@ -113,7 +113,9 @@ def compile_library(output: Path, library: Library = HOSTFLAG, *, include: Seque
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
+        )
     except subprocess.TimeoutExpired as error:
         raise NativeUnavailable(f"{command[0]} took more than {TIMEOUT_S} s") from error
     if done.returncode != 0:
