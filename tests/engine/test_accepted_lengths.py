@@ -30,13 +30,19 @@ class Target:
         while position < self.length:
             mine = self.drafts(position, local)
             theirs = None if remote is None else self.drafts(position, remote)
-            lengths.observe(slot, owner, position, self.text[position], mine, theirs)
+            lengths.observe(slot, owner, position, self.text[position], local=mine, remote=theirs, verified=mine)
             true = self.text[position + 1 : position + 1 + N]
             if theirs is not None:
                 expected.append((position, agreeing(mine, true), agreeing(theirs, true)))
             position += agreeing(mine, true) + 1
         newest = expected[-1][0] if expected else 0
         return [(ours, theirs) for at, ours, theirs in expected if at + N <= newest]
+
+
+def observe(
+    lengths: AcceptedLengths, owner: object, position: int, anchor: int, local: list[int], remote: list[int] | None
+) -> None:
+    lengths.observe(0, owner, position, anchor, local=local, remote=remote, verified=local)
 
 
 def test_both_are_held_against_what_the_request_went_on_with() -> None:
@@ -54,9 +60,9 @@ def test_both_are_held_against_what_the_request_went_on_with() -> None:
 def test_rounds_without_remote_drafts_keep_the_text_known() -> None:
     lengths = AcceptedLengths(1)
     owner = object()
-    lengths.observe(0, owner, 5, 10, [11], [11])
-    lengths.observe(0, owner, 7, 12, [13], None)  # 11 was accepted
-    lengths.observe(0, owner, 8, 99, [14], [14])
+    observe(lengths, owner, 5, 10, [11], [11])
+    observe(lengths, owner, 7, 12, [13], None)  # 11 was accepted
+    observe(lengths, owner, 8, 99, [14], [14])
     assert lengths.snapshot() | {"difference": None} == {
         "blocks": 1,
         "enough_blocks": 10_000,
@@ -71,9 +77,9 @@ def test_rounds_without_remote_drafts_keep_the_text_known() -> None:
 @pytest.mark.parametrize(("owner", "position"), [("b", 7), ("a", 9), ("a", 5), ("a", 4)])
 def test_another_request_or_a_text_that_is_not_known_begins_anew(owner: str, position: int) -> None:
     lengths = AcceptedLengths(2)
-    lengths.observe(0, "a", 5, 10, [11, 12], [11, 12])
-    lengths.observe(0, owner, position, 11, [1, 2], [1, 2])
-    lengths.observe(0, owner, position + 3, 3, [4, 5], [4, 5])  # both were accepted
+    observe(lengths, "a", 5, 10, [11, 12], [11, 12])
+    observe(lengths, owner, position, 11, [1, 2], [1, 2])
+    observe(lengths, owner, position + 3, 3, [4, 5], [4, 5])  # both were accepted
     assert lengths.snapshot()["blocks"] == 1
     assert lengths.snapshot()["local"] == 2.0
 

@@ -225,7 +225,7 @@ def test_accepted_lengths_speak_for_a_router_that_keeps_every_block_out(
     one, other = np.array([[1]]), np.array([[2]])
     shadow.observe(one, other, judge=lambda _: judged([[2]], [[0.0]], routing=[0.0]), has_router=has_router)
     for position in range(0, 10, 2):
-        shadow.accepted.observe(0, "a", position, 7, [8], [8 if remote else 9])
+        shadow.accepted.observe(0, "a", position, 7, local=[8], remote=[8 if remote else 9], verified=[8])
     assert shadow.snapshot()["accepted_lengths"]["blocks"] == 4
     assert shadow.snapshot()["passes"] is (remote if has_router else None)
     # Steps that pass do not outweigh them.

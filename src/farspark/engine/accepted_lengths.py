@@ -41,17 +41,26 @@ class AcceptedLengths:
         self._blocks = self._local = self._remote = 0
 
     def observe(
-        self, slot: int, owner: Hashable, position: int, anchor: int, verified: list[int], remote: list[int] | None
+        self,
+        slot: int,
+        owner: Hashable,
+        position: int,
+        anchor: int,
+        *,
+        local: list[int],
+        remote: list[int] | None,
+        verified: list[int],
     ) -> None:
-        """A request's round: its newest token is `anchor` at `position`, and the drafts behind it are `verified` [N], the local
-        ones, which the target verifies next, and `remote` [N]; None where the worker has none that may be compared.
+        """A request's round: its newest token is `anchor` at `position`, and the drafts behind it are `local` [N] and `remote`
+        [N]; None where the worker has none that may be compared. `verified`: those of the two that the target verifies next.
+        Every round of a request is to be told, one that wanted no drafts too: its text is known by the positions.
         """
         request = self._requests.get(slot)
         if request is None or request.owner != owner or not self._goes_on(request, position, anchor):
             request = self._requests[slot] = _Request(owner, position, verified)
         request.position, request.verified = position, verified
         if remote is not None:
-            request.waiting.append(_Block(verified, remote))
+            request.waiting.append(_Block(local, remote))
 
     def _goes_on(self, request: _Request, position: int, anchor: int) -> bool:
         """Take note of the tokens since the anchor before; False where they cannot be known."""

@@ -284,6 +284,35 @@ def test_shadow_holds_both_drafters_against_what_the_request_went_on_with(make_r
     assert (found["blocks"], found["local"], found["remote"]) == (1, 1.0, 3.0), "the first request's first block"
 
 
+def test_shadow_that_verifies_remote_drafts_holds_both_against_what_the_remote_ones_became(make_ranks: Any) -> None:
+    drafter = make_ranks(1, POLICY="shadow", SHADOW_USE="remote").drafters[0]
+    remote, local = [1, 2, 9], [4, 5, 6]
+    answer_with(drafter, [remote, remote])
+    for start, query in ((0, 1), (1, 3), (4, 1)):
+        # 1 and 2 are accepted, and the target goes on with 7; then nothing is.
+        drafter.begin(step(query=query)._replace(positions=torch.arange(start, start + query).repeat(2)))
+        drafter.finish(batch(query=query))
+        drafter.compare(torch.tensor([local, local]), None)
+    found = drafter.snapshot()["shadow"]["accepted_lengths"]
+    assert (found["blocks"], found["local"], found["remote"]) == (2, 0.0, 2.0)
+
+
+def test_shadow_knows_the_text_behind_a_step_that_wanted_no_drafts(make_ranks: Any) -> None:
+    drafter = make_ranks(1, POLICY="shadow").drafters[0]
+    answer_with(drafter, [[7, 7, 7], [7, 7, 7]])
+    local = torch.tensor([[1, 7, 7], [1, 7, 7]])
+    for decoded in range(4):
+        wants_drafts = decoded != 1
+        drafter.begin(step(query=1)._replace(positions=torch.tensor([decoded, decoded]), wants_drafts=wants_drafts))
+        drafter.finish(batch(query=1))
+        if not wants_drafts:
+            drafter._result.ok[:] = 0
+        drafter.compare(local, None)
+    # The anchor is 7, and no draft was accepted.
+    found = drafter.snapshot()["shadow"]["accepted_lengths"]
+    assert (found["blocks"], found["local"], found["remote"]) == (2, 0.0, 3.0)
+
+
 def test_statistics_are_written_as_rounds_go_and_at_the_end(make_ranks: Any, tmp_path: Path) -> None:
     ranks = make_ranks()
     ranks.step()

@@ -21,7 +21,7 @@ import farspark
 from farspark.clock import Deadline
 from farspark.engine.capture import CaptureHeader
 from farspark.engine.client import Client, ClientState
-from farspark.engine.config import AsyncSettings, EngineConfig, OnFail, Policy
+from farspark.engine.config import AsyncSettings, EngineConfig, OnFail, Policy, ShadowUse
 from farspark.engine.depth import OFF, POLICY, plan_n_out
 from farspark.engine.gather.forms import make_gather
 from farspark.engine.gather.layout import GatherShape
@@ -549,13 +549,19 @@ class RemoteDrafter:
         step = self._newest
         if step is None:
             return
+        takes_remote = self.config.shadow_use is ShadowUse.REMOTE
         for row, request in enumerate(step.requests):
-            start, valid, anchor, is_sampled = step.meta[row, : MetaColumn.SAMPLED + 1].tolist()
-            if is_sampled:
-                remote = self._result.tokens[row].tolist() if ok[row] else None
-                self.shadow.accepted.observe(
-                    request.slot, request.owner, start + valid, anchor, local[row].tolist(), remote
-                )
+            start, valid, anchor = step.meta[row, : MetaColumn.SAMPLED].tolist()
+            mine, theirs = local[row].tolist(), self._result.tokens[row].tolist()
+            self.shadow.accepted.observe(
+                request.slot,
+                request.owner,
+                start + valid,
+                anchor,
+                local=mine,
+                remote=theirs if ok[row] else None,
+                verified=theirs if takes_remote and self._result.ok[row] else mine,
+            )
 
     def _run_round(self, rank0: Rank0, batch: Batch) -> None:
         """Leaves the result in the device's buffer. Raises nothing: behind this comes a collective of all ranks."""
