@@ -12,7 +12,7 @@ RESYNC = EntryFlag.NEW_GEN | EntryFlag.RESYNC
 
 
 def announced(slots: Slots, slot: int, owner: str, start: int, rows: int) -> None:
-    slots.plan(slot, slots.advance(slot, owner, start, rows))
+    slots.plan(slot, slots.advance(slot, owner, start, rows), 99)
     slots.settle(slot, RequestStatus.OK, rows)
 
 
@@ -20,21 +20,21 @@ def test_the_first_rows_of_a_request_are_a_new_generation() -> None:
     slots = Slots(2, ring=8, context=16)
     increment = slots.advance(1, "a", 0, 5)
     assert increment == Increment(0, 5, False)
-    assert slots.plan(1, increment) == Send(0, 5, NEW, from_ring=False)
+    assert slots.plan(1, increment, 99) == Send(0, 5, NEW, from_ring=False)
     assert slots[1].generation == 1
 
 
 def test_rows_that_continue_an_announced_slot_are_an_increment() -> None:
     slots = Slots(1, ring=8, context=16)
     announced(slots, 0, "a", 0, 5)
-    assert slots.plan(0, slots.advance(0, "a", 5, 3)) == Send(5, 3, EntryFlag(0), from_ring=False)
+    assert slots.plan(0, slots.advance(0, "a", 5, 3), 99) == Send(5, 3, EntryFlag(0), from_ring=False)
     assert slots[0].generation == 1
 
 
 def test_LATE_REPLY_another_owner_of_the_slot_is_another_generation() -> None:
     slots = Slots(1, ring=8, context=16)
     announced(slots, 0, "a", 0, 5)
-    assert slots.plan(0, slots.advance(0, "b", 5, 3)) == Send(5, 3, NEW, from_ring=False)
+    assert slots.plan(0, slots.advance(0, "b", 5, 3), 99) == Send(5, 3, NEW, from_ring=False)
     assert slots[0].generation == 2
     assert slots[0].ring_first == 5
 
@@ -42,7 +42,7 @@ def test_LATE_REPLY_another_owner_of_the_slot_is_another_generation() -> None:
 def test_APC_GAP_the_same_owner_back_at_another_position_is_another_generation() -> None:
     slots = Slots(1, ring=8, context=16)
     announced(slots, 0, "a", 0, 5)
-    assert slots.plan(0, slots.advance(0, "a", 3, 3)) == Send(3, 3, NEW, from_ring=False)
+    assert slots.plan(0, slots.advance(0, "a", 3, 3), 99) == Send(3, 3, NEW, from_ring=False)
     assert slots[0].generation == 2
 
 
@@ -50,8 +50,8 @@ def test_a_dirty_slot_is_sent_whole_from_the_ring() -> None:
     slots = Slots(1, ring=8, context=16)
     announced(slots, 0, "a", 0, 5)
     slots.mark_dirty(0)
-    assert slots.plan(0, slots.advance(0, "a", 5, 1)) == Send(0, 6, RESYNC, from_ring=True)
-    assert slots.plan(0, slots.advance(0, "a", 6, 6)) == Send(4, 8, RESYNC, from_ring=True)
+    assert slots.plan(0, slots.advance(0, "a", 5, 1), 99) == Send(0, 6, RESYNC, from_ring=True)
+    assert slots.plan(0, slots.advance(0, "a", 6, 6), 99) == Send(4, 8, RESYNC, from_ring=True)
     assert slots[0].generation == 1
 
 
@@ -59,7 +59,7 @@ def test_a_dirty_slot_whose_increment_is_its_window_is_not_a_resync() -> None:
     slots = Slots(1, ring=4, context=16)
     announced(slots, 0, "a", 0, 5)
     slots.mark_dirty(0)
-    assert slots.plan(0, slots.advance(0, "a", 5, 6)) == Send(5, 6, NEW, from_ring=False)
+    assert slots.plan(0, slots.advance(0, "a", 5, 6), 99) == Send(5, 6, NEW, from_ring=False)
 
 
 def test_CHUNK_TRIM_a_chunk_beyond_the_context_starts_the_window_afresh() -> None:
@@ -67,7 +67,7 @@ def test_CHUNK_TRIM_a_chunk_beyond_the_context_starts_the_window_afresh() -> Non
     announced(slots, 0, "a", 0, 5)
     increment = slots.advance(0, "a", 5, 40)
     assert increment == Increment(29, 16, True)
-    assert slots.plan(0, increment) == Send(29, 16, NEW, from_ring=False)
+    assert slots.plan(0, increment, 99) == Send(29, 16, NEW, from_ring=False)
 
 
 def test_a_failed_status_makes_the_slot_dirty_and_a_usable_one_cleans_it() -> None:

@@ -128,6 +128,9 @@ class World:
     n_out: NOut | None = None
     name: str = ""
     support: int = 0  # of sampled drafts
+    ring: int = RING
+    max_rows: int = 4096  # per STEP, the worker's
+    most: int = 4096  # rows of a window that find room in a STEP
     drafter: ArithmeticDrafter = field(default_factory=lambda: ArithmeticDrafter(INFO))
     stats: Stats = field(default_factory=Stats)
     channel: FaultyChannel | None = None
@@ -136,13 +139,14 @@ class World:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
+        self.info = self.drafter.info
         self.endpoint = parse_endpoint(self.listen or f"memory://world-{id(self)}{self.name}")
-        self.shape = shape_for(INFO, ring=RING, support=self.support)
-        self.result = PackedResult.empty(ResultLayout(SLOTS, INFO.num_drafts, self.support))
+        self.shape = shape_for(self.info, ring=self.ring, slots=SLOTS, support=self.support)
+        self.result = PackedResult.empty(ResultLayout(SLOTS, self.info.num_drafts, self.support))
         self.by_slot: dict[int, WorldRequest] = {}
         self.start_worker()
         hello = self.shape.hello(
-            engine="world", identity=INFO.identity, markov_identity=bytes(32), want_margin=self.want_margin
+            engine="world", identity=self.info.identity, markov_identity=bytes(32), want_margin=self.want_margin
         )
         self.client = Client(
             hello,
@@ -179,7 +183,8 @@ class World:
             checkpoint=Path("none"),
             listen=self.endpoint,
             slots=SLOTS,
-            context=CONTEXT,
+            context=self.info.context,
+            max_rows=self.max_rows,
             lease_s=self.lease_s,
             allow_unauthenticated_network=True,
         )
@@ -204,7 +209,7 @@ class World:
 
     def window(self, slot: int, first_pos: int, n_rows: int) -> memoryview:
         request = self.by_slot[slot]
-        assert first_pos >= max(request.start, request.end - RING)
+        assert first_pos >= max(request.start, request.end - self.ring)
         assert first_pos + n_rows == request.end
         return memoryview(b"".join(row_of(request.number, position) for position in range(first_pos, request.end)))
 
@@ -245,12 +250,12 @@ class World:
         packed = b""
         for index, row in enumerate(rows):
             request = row.request
-            request.token = self.rng.randrange(INFO.vocab_size)
+            request.token = self.rng.randrange(self.info.vocab_size)
             meta[index, :4] = [request.end, row.n_rows, request.token, row.sampled]
             if self.support:
                 meta[index, 4:] = struct.unpack("<3i", struct.pack("<fq", row.temperature, row.seed))
             end = request.end + row.n_rows
-            packed += b"".join(row_of(request.number, p) for p in range(max(request.end, end - CONTEXT), end))
+            packed += b"".join(row_of(request.number, p) for p in range(max(request.end, end - self.info.context), end))
             request.end = end
         requests = [
             RoundRequest(row.request.slot, (row.request.number, row.request.admission), row.k_window) for row in rows
@@ -268,21 +273,25 @@ class World:
         for row in rows:
             request = row.request
             if not request.clean:
-                increment = min(row.n_rows, CONTEXT)
-                request.held_from = request.end - max(increment, min(request.end - request.start, RING))
+                increment = min(row.n_rows, self.info.context)
+                request.held_from = request.end - max(increment, min(request.end - request.start, self.ring, self.most))
                 request.clean = True
 
     def check(self, index: int, row: Row) -> None:
         """The drafts of batch row `index` are those of a drafter that saw exactly the rows that the worker must hold."""
         request = row.request
-        visible = range(max(request.held_from, request.end - CONTEXT), request.end)
-        n_out = INFO.num_drafts if self.n_out is None else self.n_out.of(self.result.num_requests, INFO.num_drafts)
+        visible = range(max(request.held_from, request.end - self.info.context), request.end)
+        n_out = (
+            self.info.num_drafts
+            if self.n_out is None
+            else self.n_out.of(self.result.num_requests, self.info.num_drafts)
+        )
         tokens, confidences, margins = expected(
             {position: row_of(request.number, position) for position in visible},
             request.token,
             request.end,
-            num_drafts=INFO.num_drafts,
-            vocab_size=INFO.vocab_size,
+            num_drafts=self.info.num_drafts,
+            vocab_size=self.info.vocab_size,
             n_out=n_out,
         )
         assert self.result.ok[index] == 1

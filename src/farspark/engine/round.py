@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import operator
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -189,6 +190,7 @@ class Foreseen(NamedTuple):
     step_id: int
     n_out: int  # as an entry has it, 0 for all
     depth: int  # drafts to verify of every request
+    max_rows: int
     timeout_s: float
     requests: list[int]  # of each: slot, generation, first position, k_window
 
@@ -239,6 +241,7 @@ class RemoteRound:
         self._clock = clock
         self._epoch = 0
         self._silent_steps = 0  # STEPs of this connection without a reply, in a row
+        self._decode_rows = shape.slots * (shape.num_drafts + 1)  # what a step of verify spans has at most
         self._step_id = 0
         self.asked_and_answered_s: tuple[float, float] | None = None  # of the newest round; None if no reply came
         self._exchange: _Exchange | None = None  # of the round at hand
@@ -274,7 +277,8 @@ class RemoteRound:
         if len({*values[::4]}) < len(requests):
             return None
         asked = n_out if n_out < self._shape.num_drafts else 0
-        return Foreseen(connection, self._step_id + 1, asked, depth, self._timeout_s, values)
+        max_rows = self._rows_per_step(connection)
+        return Foreseen(connection, self._step_id + 1, asked, depth, max_rows, self._timeout_s, values)
 
     def finish(self, step: RoundInput, result: PackedResult, deliver: Deliver, answered: Answered) -> RoundOutcome:
         """`run`, where the STEP was sent already, as `foresee` had it: `answered` is what came of that."""
@@ -507,46 +511,68 @@ class RemoteRound:
         connection: Connection,
     ) -> list[_Planned]:
         """The entries to send, at least one. Requests whose windows only a later round will have are left out."""
-        planned = []
-        is_pending = False
+        planned: list[_Planned] = []
+        windows: list[tuple[int, Send]] = []
         packed_at = 0
-        n_out_asked = n_out if n_out < self._shape.num_drafts else 0
-        rows_left = connection.welcome.max_rows
+        row_bytes = self._shape.row_bytes
+        rows_left = self._rows_per_step(connection)
+        # Beside a window there is always room for a step's increments, so that no slot waits for ever.
+        most = max(1, rows_left - self._decode_rows)
         for row, (request, increment) in enumerate(zip(step.requests, increments, strict=True)):
-            here, packed_at = packed_at, packed_at + increment.n_rows * self._shape.row_bytes
-            send = self.slots.plan(request.slot, increment)
-            if send.n_rows == 0 or send.n_rows > rows_left:
-                # Without a row there is no anchor position to speak of; beyond the worker's limit the slot waits for
-                # another round and is then sent whole.
-                self._stats.add("fallback_no_rows" if send.n_rows == 0 else "entries_over_row_limit")
-                self.slots.mark_dirty(request.slot)
-                continue
-            window = None
+            here, packed_at = packed_at, packed_at + increment.n_rows * row_bytes
+            send = self.slots.plan(request.slot, increment, most)
             if send.from_ring:
-                try:
-                    window = self._ring.window(request.slot, send.first_pos, send.n_rows)
-                except WindowPending:
-                    self._stats.add("entries_resync_pending")
-                    self.slots.mark_dirty(request.slot)
-                    is_pending = True
-                    continue
+                windows.append((row, send))
+            elif self._has_room(request.slot, send, rows_left):
+                rows_left -= send.n_rows
+                planned.append(
+                    _Planned(row, self._entry(request, send, meta[row], wanted[row], n_out), send, here, None)
+                )
+        is_pending = False
+        # Last: a slot whose increment finds no room needs its whole window, too.
+        for row, send in windows:
+            request = step.requests[row]
+            if not self._has_room(request.slot, send, rows_left):
+                continue
+            try:
+                window = self._ring.window(request.slot, send.first_pos, send.n_rows)
+            except WindowPending:
+                self._stats.add("entries_resync_pending")
+                self.slots.mark_dirty(request.slot)
+                is_pending = True
+                continue
             rows_left -= send.n_rows
-            flags = send.flags | _NEED_DRAFT if wanted[row] else send.flags
-            entry = Entry(
-                request.slot,
-                self.slots[request.slot].generation,
-                send.first_pos,
-                send.n_rows,
-                meta[row].anchor_token,
-                send.first_pos + send.n_rows,
-                flags,
-                request.k_window,
-                n_out_asked if wanted[row] else 0,
-            )
-            planned.append(_Planned(row, entry, send, here, window))
+            planned.append(_Planned(row, self._entry(request, send, meta[row], wanted[row], n_out), send, 0, window))
         if not planned:
             raise _RoundFailed("resync_pending" if is_pending else "no_rows")
+        if windows:
+            planned.sort(key=operator.attrgetter("row"))
         return planned
+
+    def _has_room(self, slot: int, send: Send, rows_left: int) -> bool:
+        """Without a row there is no anchor position to speak of; beyond the limit the slot waits for another round, which sends
+        it whole."""
+        if 0 < send.n_rows <= rows_left:
+            return True
+        self._stats.add("fallback_no_rows" if send.n_rows == 0 else "entries_over_row_limit")
+        self.slots.mark_dirty(slot)
+        return False
+
+    def _entry(self, request: RoundRequest, send: Send, row: _Row, is_wanted: bool, n_out: int) -> Entry:
+        return Entry(
+            request.slot,
+            self.slots[request.slot].generation,
+            send.first_pos,
+            send.n_rows,
+            row.anchor_token,
+            send.first_pos + send.n_rows,
+            send.flags | _NEED_DRAFT if is_wanted else send.flags,
+            request.k_window,
+            n_out if is_wanted and n_out < self._shape.num_drafts else 0,
+        )
+
+    def _rows_per_step(self, connection: Connection) -> int:
+        return connection.welcome.max_rows
 
     def _pieces(self, planned: Sequence[_Planned], rows: memoryview) -> list[memoryview]:
         """The rows in entry order, runs of packed ones in one piece."""

@@ -75,16 +75,17 @@ class Slots:
         n_rows = min(valid_rows, self._context)
         return Increment(state.end - n_rows, n_rows, n_rows < valid_rows)
 
-    def plan(self, slot: int, increment: Increment) -> Send:
-        """What to send so that the worker holds the newest rows of `slot`."""
+    def plan(self, slot: int, increment: Increment, most: int) -> Send:
+        """What to send so that the worker holds the newest rows of `slot`; of those in the ring the newest `most`, for good: the
+        older ones would never find room."""
         state = self._slots[slot]
         if state.announced and not state.dirty:
             # Rows outside the context were left out, so the packed ones do not continue the worker's window; they fill
             # the whole context, hence nothing that the reset forgets could have been seen.
             return Send(increment.first_pos, increment.n_rows, _NEW_GEN if increment.is_trimmed else 0, from_ring=False)
-        in_ring = state.end - state.ring_first
-        if in_ring > increment.n_rows:
-            return Send(state.ring_first, in_ring, _NEW_GEN | _RESYNC, from_ring=True)
+        if state.end - state.ring_first > increment.n_rows:
+            state.ring_first = max(state.ring_first, state.end - most)
+            return Send(state.ring_first, state.end - state.ring_first, _NEW_GEN | _RESYNC, from_ring=True)
         return Send(increment.first_pos, increment.n_rows, _NEW_GEN, from_ring=False)
 
     def in_ring(self, slot: int) -> tuple[int, int]:

@@ -105,7 +105,7 @@ class OrdinaryRounds:
             requests=n,
             row_bytes=model.row_bytes,
             context=min(model.context, welcome.context),
-            max_rows=welcome.max_rows,
+            max_rows=foreseen.max_rows,
             slots=model.slots,
             num_drafts=model.num_drafts,
             n_out=foreseen.n_out,
