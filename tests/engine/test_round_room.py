@@ -1,13 +1,20 @@
-"""What finds no room in a STEP waits a little and never for ever."""
+"""What finds no room in a STEP, by the worker's limit or by the deadline, waits a little and never for ever."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from tests.fakes.channel import WrappedChannel
 from tests.fakes.drafters import ArithmeticDrafter, info
 from tests.fakes.engine_world import SLOTS, Row, World, WorldRequest
 
+from farspark.clock import Deadline
+from farspark.engine.breaker import State
+from farspark.engine.result import RoundOutcome
+from farspark.transport import Channel, Piece
 from farspark.wire.layout import RequestStatus
 
 N, RING = 2, 30
@@ -68,3 +75,59 @@ def test_windows_that_wait_for_room_never_cost_another_slot_its_own(order: int) 
             requests = requests[::order]
             requests.sort(key=lambda request: request.clean)
         assert drafted == SLOTS
+
+
+class NarrowChannel(WrappedChannel):
+    """Until a round's deadline so many bytes fit through it."""
+
+    def __init__(self, inner: Channel, room: int) -> None:
+        super().__init__(inner)
+        self._room = room
+
+    def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        if sum(memoryview(piece).nbytes for piece in pieces) > self._room:
+            self.close()
+            raise TimeoutError("deadline passed while sending a frame; closed, because a part of the frame was sent")
+        super().send(pieces, deadline)
+
+
+class NarrowWorld(World):
+    def _connect(self, endpoint: Any, deadline: Deadline) -> Any:
+        return NarrowChannel(super()._connect(endpoint, deadline), self.most * self.info.row_bytes)
+
+
+def test_windows_that_do_not_get_there_in_time_go_a_few_at_a_time(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    narrow = 3 * RING
+    with NarrowWorld(
+        drafter=ArithmeticDrafter(info(num_drafts=N, context=40, slots=SLOTS)),
+        ring=RING,
+        most=narrow,
+        trip=3,
+        cooldown=1000,
+    ) as world:
+        requests = prefill(world, rows=RING)
+        world.client_notices()
+        world.wait_ready()
+        world.lose(*(Row(request, 0, sampled=True) for request in requests))
+        rounds = 0
+        while not all(decode(world, *requests)):
+            rounds += 1
+            assert rounds < 10
+            world.wait_ready()
+        assert world.round.breaker.state is State.CLOSED
+        assert "a STEP of 120 rows was not answered in time; at most 60 at once" in caplog.text
+        # What is quick enough takes more again.
+        assert world.round._rows_per_step(world.client.connection()) > 120  # type: ignore[arg-type]
+
+
+def test_a_worker_that_is_silent_makes_no_step_smaller() -> None:
+    with a_world() as world:
+        requests = prefill(world, rows=RING)
+        channel = world.channel
+        assert channel is not None
+        for _ in range(2):
+            channel.late = True
+            assert world.step(*(Row(request, 1, sampled=True) for request in requests)) is RoundOutcome.FAILED
+        world.lose(*(Row(request, 0, sampled=True) for request in requests))
+        assert decode(world, *requests) == [True] * SLOTS

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import operator
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -104,6 +105,8 @@ _NEED_DRAFT: Final = int(
 )  # a plain integer: operators of enums are slow, and a round asks for every entry
 # So many STEPs in a row without a reply, and the connection is given up.
 SILENT_STEPS: Final = 3
+# How much of a round's time a STEP may be expected to take, by what the last large one took.
+_SHARE_OF_TIMEOUT: Final = 0.8
 
 _STATUS_COUNTER: Final = {status: f"req_status_{status.name.lower()}" for status in RequestStatus}
 _ROUND_COUNTER: Final = {
@@ -242,6 +245,7 @@ class RemoteRound:
         self._epoch = 0
         self._silent_steps = 0  # STEPs of this connection without a reply, in a row
         self._decode_rows = shape.slots * (shape.num_drafts + 1)  # what a step of verify spans has at most
+        self._rows_in_time = sys.maxsize  # what a STEP may have and be answered before its deadline, as far as is known
         self._step_id = 0
         self.asked_and_answered_s: tuple[float, float] | None = None  # of the newest round; None if no reply came
         self._exchange: _Exchange | None = None  # of the round at hand
@@ -572,7 +576,23 @@ class RemoteRound:
         )
 
     def _rows_per_step(self, connection: Connection) -> int:
-        return connection.welcome.max_rows
+        return min(connection.welcome.max_rows, self._rows_in_time)
+
+    def _note_late(self, n_rows: int) -> None:
+        """A STEP had no reply in time. Behind one that had, a large one may have been too large: the next ones are smaller."""
+        if self._silent_steps > 1 or n_rows <= 2 * self._decode_rows:
+            return
+        self._rows_in_time = max(2 * self._decode_rows, n_rows // 2)
+        logger.info(
+            "farspark: a STEP of %d rows was not answered in time; at most %d at once, until they prove to be quicker",
+            n_rows,
+            self._rows_in_time,
+        )
+
+    def _note_in_time(self, n_rows: int, took_s: float) -> None:
+        if n_rows > self._decode_rows:
+            share = _SHARE_OF_TIMEOUT * self._timeout_s / max(took_s, 1e-6)
+            self._rows_in_time = max(self._rows_in_time, int(share * n_rows))
 
     def _pieces(self, planned: Sequence[_Planned], rows: memoryview) -> list[memoryview]:
         """The rows in entry order, runs of packed ones in one piece."""
@@ -630,6 +650,7 @@ class RemoteRound:
             )
         except TimeoutError:
             self._silent_steps += 1
+            self._note_late(n_rows)
             if connection.channel.is_closed:
                 self._client.drop(connection, "a STEP could not be sent before its deadline")
             elif self._silent_steps >= SILENT_STEPS:
@@ -648,6 +669,7 @@ class RemoteRound:
         self._silent_steps = 0
         answered_at = self._clock() if answered is None or answered.answered_s is None else answered.answered_s
         self.asked_and_answered_s = sent_at, answered_at
+        self._note_in_time(n_rows, answered_at - sent_at)
         self._exchange = _Exchange(n_rows, resyncs, (answered_at - sent_at) * 1e6, reply.worker_us)
         return reply
 
