@@ -136,6 +136,7 @@ class World:
     channel: FaultyChannel | None = None
     numbers: int = 0
     epoch: int = 0
+    stale_epoch: int = -1  # the worker is another one than that of connections up to this one
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)

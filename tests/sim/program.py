@@ -13,16 +13,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from tests.fakes.engine_world import CONTEXT, INFO, RING, SLOTS, Row, World
 from tests.sim.neighbour import Neighbour, SharedDrafter
 
 from farspark.engine.breaker import State
+from farspark.engine.depth import NOut
 from farspark.engine.result import RoundOutcome
 
 # A round may take its deadline; beyond that and some room for a busy machine it hangs.
 TIMEOUT_S = 5.0
 HANG_S = 2 * TIMEOUT_S
 STARTS = (0, 0, 0, 1, 7, CONTEXT, 64)
+# Of some workers' STEPs: room for what all requests decode and one window.
+NARROW_ROWS = SLOTS * (INFO.num_drafts + 1) + RING
 ROWS = (1, 1, 1, 2, 3, 6, RING, RING + 1, CONTEXT, CONTEXT + 1, 3 * CONTEXT)
 
 
@@ -57,7 +61,16 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The worker's process ends and another one takes its place."""
+    """The worker's process ends and another one takes its place; a client that is not told finds out with the next round."""
+
+    is_told: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Shadow asks what the worker thinks of other drafts for the newest round, if that brought any."""
+
+    fault: Fault = Fault.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +81,7 @@ class Round:
     fault: Fault = Fault.NONE
 
 
-Op = Admit | Preempt | Restart | Round
+Op = Admit | Preempt | Restart | Judge | Round
 
 
 class Mismatch(AssertionError):
@@ -82,6 +95,8 @@ class Tally:
     restarts: int = 0
     hangs: int = 0
     longest_s: float = 0.0
+    judgements: int = 0
+    waits: int = 0  # requests that found no room in a STEP
     neighbours: int = 0  # drafts of the second engine
     joint: int = 0  # calls of the drafter for both engines
     faults: Counter[str] = field(default_factory=Counter)
@@ -89,9 +104,10 @@ class Tally:
     def __str__(self) -> str:
         faults = ", ".join(f"{name} {count}" for name, count in sorted(self.faults.items()))
         return (
-            f"{self.rounds} rounds, {self.checked} drafts checked, {self.restarts} worker restarts, {self.hangs} hangs, "
-            f"longest round {self.longest_s * 1000:.0f} ms\n{self.neighbours} drafts of a second engine checked, "
-            f"{self.joint} calls for both\nfailures injected: {faults or 'none'}"
+            f"{self.rounds} rounds, {self.checked} drafts checked, {self.judgements} judgements, {self.waits} waits for room\n"
+            f"{self.restarts} worker restarts, {self.hangs} hangs, longest round {self.longest_s * 1000:.0f} ms\n"
+            f"{self.neighbours} drafts of a second engine checked, {self.joint} calls for both\n"
+            f"failures injected: {faults or 'none'}"
         )
 
 
@@ -104,7 +120,9 @@ def random_program(rng: random.Random, length: int) -> Iterator[Op]:
         elif kind < 0.09:
             yield Preempt(rng.randrange(SLOTS), rng.randrange(2 * CONTEXT))
         elif kind < 0.10:
-            yield Restart()
+            yield Restart(is_told=rng.random() < 0.5)
+        elif kind < 0.15:
+            yield Judge(rng.choice((Fault.NONE, Fault.NONE, Fault.LATE, Fault.LOST, Fault.CUT, Fault.FRAME)))
         else:
             slots = rng.sample(range(SLOTS), rng.randint(1, SLOTS))
             rows = tuple((slot, rng.choice(ROWS), rng.random() < 0.8) for slot in slots)
@@ -116,6 +134,8 @@ def run(program: Sequence[Op], tally: Tally, *, seed: int = 0, listen: str = "")
     """Raises Mismatch at the first thing that is wrong. `listen`: where the worker listens; empty: in memory."""
     drafter = SharedDrafter()
     want_margin = seed % 2 == 0
+    # A dynamic speculation schedule: fewer drafts, or none, by the number of requests.
+    n_out = NOut((0, 5, 3, 0, 2), "the simulator's") if seed % 3 == 0 else None
     with (
         World(
             seed=seed,
@@ -123,6 +143,8 @@ def run(program: Sequence[Op], tally: Tally, *, seed: int = 0, listen: str = "")
             drafter=drafter,
             timeout_s=TIMEOUT_S,
             want_margin=want_margin,
+            n_out=n_out,
+            max_rows=NARROW_ROWS if seed % 5 == 0 else 4096,
             trip=3,
             cooldown=4,
         ) as world,
@@ -134,9 +156,11 @@ def run(program: Sequence[Op], tally: Tally, *, seed: int = 0, listen: str = "")
                     world.admit(slot, start)
                 case Preempt(slot, lost):
                     world.preempt(slot, lost)
-                case Restart():
-                    _restart(world)
+                case Restart(is_told):
+                    _restart(world, is_told=is_told)
                     tally.restarts += 1
+                case Judge(fault):
+                    _judge(world, fault, tally)
                 case Round(rows, fault):
                     _round(world, rows, fault, tally)
         if world.stats.count("stale_generation_new_sessions"):
@@ -147,13 +171,36 @@ def run(program: Sequence[Op], tally: Tally, *, seed: int = 0, listen: str = "")
     tally.joint += drafter.joint_calls
 
 
-def _restart(world: World) -> None:
+def _restart(world: World, *, is_told: bool) -> None:
     world.stop_worker()
     for held in world.drafter.rows:
         held.clear()
     world.start_worker()
     _forget_all(world)
-    world.client_notices()
+    if is_told:
+        world.client_notices()
+    elif (connection := world.client.connection()) is not None:
+        world.stale_epoch = connection.epoch
+
+
+def _judge(world: World, fault: Fault, tally: Tally) -> None:
+    """The worker's own drafts: it must agree with all of them, or say nothing."""
+    rows = np.flatnonzero(world.result.ok[: world.result.num_requests]).tolist()
+    if not rows or not world.want_margin or world.n_out is not None:  # shadow asks for every position
+        return
+    world.wait_ready()
+    if world.client.connection() is not world.round.last_drafts.connection:
+        return  # nobody is asked
+    _inject(world, fault)
+    judged = world.round.judge(rows, world.result.tokens[rows])
+    _heal(world)
+    tally.judgements += judged is not None
+    if fault is not Fault.NONE:
+        tally.faults[f"{fault.value}, of a judgement"] += 1
+    if judged is None:
+        return
+    if (judged.best != world.result.tokens[rows]).any() or judged.gaps.any():
+        raise Mismatch(f"the worker drafted {world.result.tokens[rows]} and would draft {judged.best}")
 
 
 def _forget_all(world: World) -> None:
@@ -170,25 +217,29 @@ def _round(world: World, planned: Sequence[tuple[int, int, bool]], fault: Fault,
             world.admit(slot)
     rows = [Row(world.by_slot[slot], n_rows, sampled) for slot, n_rows, sampled in planned]
     stays_home = world.round.breaker.state is State.OPEN and world.round.breaker.cooldown_left > 0
-    if stays_home:
+    if stays_home or world.round._epoch <= world.stale_epoch:
         fault = Fault.NONE
     _inject(world, fault)
+    epoch = world.round._epoch
     started = time.monotonic()
     outcome = world.step(*rows)
     took = time.monotonic() - started
+    if world.round._epoch != epoch:
+        _forget_all(world)
+    is_stale = world.round._epoch <= world.stale_epoch
     _heal(world)
     tally.rounds += 1
     tally.longest_s = max(tally.longest_s, took)
     tally.hangs += took > HANG_S
     if fault is not Fault.NONE:
         tally.faults[fault.value] += 1
-    wanted = any(row.sampled for row in rows)
-    if stays_home or fault not in (Fault.NONE, Fault.ENTRY):
+    wanted = any(row.sampled for row in rows) and _n_out(world, rows) > 0
+    if stays_home or is_stale or fault not in (Fault.NONE, Fault.ENTRY):
         expected = RoundOutcome.FAILED if wanted else RoundOutcome.NOTHING
         if outcome is not expected or world.result.tokens.any() or world.result.confidences.any():
             raise Mismatch(f"{fault}: outcome {outcome.name}, {world.result!r}")
         world.lose(*rows)
-        if fault in (Fault.LOST, Fault.CUT):
+        if fault in (Fault.LOST, Fault.CUT) or is_stale:
             _forget_all(world)
         return
     _check(world, rows, fault, outcome, tally)
@@ -197,26 +248,30 @@ def _round(world: World, planned: Sequence[tuple[int, int, bool]], fault: Fault,
 def _check(world: World, rows: Sequence[Row], fault: Fault, outcome: RoundOutcome, tally: Tally) -> None:
     statuses = world.round.last_drafts.entry_status
     failed = 0
-    if len(statuses) < len(rows):
+    wants_drafts = _n_out(world, rows) > 0
+    most = sum(max(RING, min(row.n_rows, CONTEXT)) for row in rows)
+    if len(statuses) < len(rows) and most <= world.max_rows:
         raise Mismatch(f"no answer without a fault: {world.stats.counters()}")
     for index, row in enumerate(rows):
-        if statuses[index].is_usable:
+        has_room = index in statuses
+        tally.waits += not has_room
+        if has_room and statuses[index].is_usable:
             world.keep(row)
-        elif fault is Fault.ENTRY:
-            failed += row.sampled
+        elif fault is Fault.ENTRY or not has_room:
+            failed += row.sampled and wants_drafts
             world.lose(row)
             if world.result.tokens[index].any():
                 raise Mismatch(f"a failed entry with drafts: {world.result.tokens[index]}")
             continue
         else:
             raise Mismatch(f"row {index}: status {statuses[index].name} without a fault")
-        if row.sampled:
+        if row.sampled and wants_drafts:
             try:
                 world.check(index, row)
             except AssertionError as wrong:
                 raise Mismatch(f"row {index} of slot {row.request.slot}: {wrong}") from wrong
             tally.checked += 1
-    wanted = sum(row.sampled for row in rows)
+    wanted = sum(row.sampled for row in rows) if wants_drafts else 0
     expected = (
         RoundOutcome.NOTHING
         if wanted == 0
@@ -228,6 +283,10 @@ def _check(world: World, rows: Sequence[Row], fault: Fault, outcome: RoundOutcom
     )
     if outcome is not expected:
         raise Mismatch(f"outcome {outcome.name}, expected {expected.name}")
+
+
+def _n_out(world: World, rows: Sequence[Row]) -> int:
+    return INFO.num_drafts if world.n_out is None else world.n_out.of(len(rows), INFO.num_drafts)
 
 
 def _inject(world: World, fault: Fault) -> None:
