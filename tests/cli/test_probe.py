@@ -180,8 +180,7 @@ def test_the_text_says_what_the_json_says(capsys: pytest.CaptureFixture[str]) ->
         assert main(["probe", *QUICK, "--endpoint", endpoint, "--hello", "--no-metrics-check", "--context", "99"]) == 0
         out = capsys.readouterr().out
         for said in (
-            "connected         in ",
-            "tcp 127.0.0.1:",
+            "connected         tcp 127.0.0.1:",
             "(of 5)",
             f"  identity        {INFO.identity.hex()}",
             "ArithmeticDrafter, 5 drafts, vocabulary 1000",

@@ -170,7 +170,7 @@ def _digest(option: str, text: str | None) -> bytes | None:
 def _show(name: str, values: dict[str, Any]) -> None:
     match name:
         case "connection":
-            _say_of("connected", f"in {values['connect_us']:,.0f} µs, {values['lane']}")
+            _say_of("connected", values["lane"])
         case "ping":
             _say_of("ping", _spread(values))
         case "worker":

@@ -44,9 +44,7 @@ class Peer:
         self._session = 0
         self._sequence = 0
         self.last_us = 0.0  # from the first byte of the newest question to the last byte of its answer
-        began_s = clock()
         self._channel = connect(endpoint, self._deadline(), max_frame_bytes=layout.MAX_REPLY_BYTES)
-        self.connect_us = (clock() - began_s) * 1e6
         if token is not None:
             try:
                 self._prove(token, NO_IDENTITY, NO_IDENTITY)

@@ -113,7 +113,7 @@ def preflight(questions: Questions) -> Iterator[tuple[str, dict[str, Any]]]:
     if questions.hello and questions.metrics_url is not None:
         check_idle(questions.metrics_url, questions.timeout_s)
     with Peer(questions.endpoint, questions.timeout_s, token=questions.token) as peer:
-        yield "connection", {"lane": peer.lane, "connect_us": round(peer.connect_us, 1)}
+        yield "connection", {"lane": peer.lane}
         yield "ping", _ping(peer, questions.pings)
         stats = peer.stats()
         drafter = _drafter_of(stats)
