@@ -148,6 +148,38 @@ def test_a_disk_without_room_for_the_output_is_one_sentence() -> None:
     assert (done.returncode, done.stderr) == (1, "farspark: cannot write: No space left on device\n")
 
 
+@pytest.mark.parametrize(
+    ("streams", "arguments", "code", "said"),
+    [
+        ("<&-", ["check", "failure"], 2, "nobody is there to ask"),
+        (">&-", ["stats", "stats.json"], 0, ""),
+        (">&-", ["stats", "none.json"], 2, "stats file none.json"),
+        ("2>&-", ["stats", "stats.json"], 0, "rounds  7"),
+        ("2>&-", ["stats", "none.json"], 2, ""),
+        ("2>/dev/full", ["stats", "none.json"], 2, ""),
+        (">/dev/full 2>/dev/full", ["stats", "stats.json"], 1, ""),
+    ],
+)
+def test_a_stream_that_takes_nothing_changes_no_exit_code_and_no_other_stream(
+    streams: str, arguments: list[str], code: int, said: str, tmp_path: Path
+) -> None:
+    """As a script or a service may start a command."""
+    for name in ("stats.json", "farspark-stats-1.json"):
+        (tmp_path / name).write_text('{"rounds": 7}')
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-m", "farspark", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == code, done.stdout
+    assert said in done.stdout
+    assert bool(said) == bool(done.stdout)
+
+
 def test_a_terminal_that_has_no_such_letters_gets_others() -> None:
     """A help text has an ellipsis, an error the caller's own words."""
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}

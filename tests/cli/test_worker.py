@@ -232,6 +232,25 @@ def test_a_worker_that_nobody_can_reach_any_more_ends_as_one_that_failed(tmp_pat
     assert not (tmp_path / "ready").exists()
 
 
+@pytest.mark.parametrize("streams", ["2>&-", "2>&1"])
+def test_a_worker_whose_progress_nobody_reads_gets_ready_all_the_same(streams: str, tmp_path: Path) -> None:
+    """As `farspark worker … 2>&1 | head -1`."""
+    ready = tmp_path / "ready"
+    worker = command(write_tiny(tmp_path / "drafter"), "--listen", "tcp://127.0.0.1:0", "--ready-file", ready)
+    shell = ["sh", "-c", f'exec "$@" {streams}', "sh", *worker]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(shell, stdout=subprocess.PIPE, env=environ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"loading")
+        process.stdout.close()
+        deadline = Deadline.after(120)
+        while not ready.exists() and process.poll() is None:
+            deadline.check("waiting for the ready file")
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(30) == 0
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

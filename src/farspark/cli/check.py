@@ -19,6 +19,7 @@ from farspark.check.judge import cost_settings
 from farspark.check.measurement import read_measurement
 from farspark.check.run import BY_NAME, CHECKS, DRILLS, NEEDS_STATS, Settings, StatsFile, run_check
 from farspark.check.server import Server
+from farspark.cli.output import say
 from farspark.cli.progress import shown_progress
 from farspark.demo.prompts import PROMPTS
 from farspark.engine.config import PREFIX
@@ -231,7 +232,7 @@ def _ask(what: str) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(line, sys.stderr)
 
 
 def _description(name: str) -> str:

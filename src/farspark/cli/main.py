@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import farspark
-from farspark.cli.output import escape_what_cannot_be_shown, written_out
+from farspark.cli.output import open_streams, say, written_out
 from farspark.errors import ConfigError, FarsparkError
 
 # Each is a module of this package with `add_parser(subparsers)`, which sets `run`.
@@ -38,7 +38,7 @@ _EXTRAS = {"torch": "worker", "safetensors": "worker", "numpy": "worker"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Usage errors, and output that cannot be written, leave by SystemExit."""
-    escape_what_cannot_be_shown()
+    open_streams()
     with written_out():
         return _run(argv)
 
@@ -75,5 +75,5 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _say(message: object, code: int) -> int:
-    print(f"farspark: {message}", file=sys.stderr)
+    say(f"farspark: {message}", sys.stderr)
     return code

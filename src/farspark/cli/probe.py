@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from farspark.cli.output import say
 from farspark.errors import ConfigError, FarsparkError
 from farspark.probe.metrics import DEFAULT_URL, NotIdle
 from farspark.probe.peer import TOKEN_OPTION
@@ -113,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
             json.dumps({"endpoint": str(questions.endpoint), "usable": why is None, "why": why, **sections}, indent=1)
         )
     if why is not None:
-        print(f"farspark: {why}", file=sys.stderr)
+        say(f"farspark: {why}", sys.stderr)
         return 1
     if not options.json:
         _say("usable" if options.hello else "answers; --hello says whether an engine can draft with it")

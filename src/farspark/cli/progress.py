@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from farspark.cli.output import say
+
 Progress = Callable[[str, int, int], None]
 
 # A log that nobody watches needs no more than this many lines.
@@ -65,4 +67,4 @@ class PlainProgress:
             self._say(f"{what}: {100 * done // total} %" if total else f"{what}: {done}")
 
     def _say(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        say(line, self._stream)

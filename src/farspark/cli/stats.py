@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from farspark.cli.output import say
 from farspark.errors import ConfigError, FarsparkError
 from farspark.probe.peer import TOKEN_OPTION, StatsReader
 from farspark.token_file import read_token
@@ -228,7 +229,7 @@ def _watch(read: Read, stream: TextIO, *, as_json: bool, seconds: float = _SECON
                 # Workers restart and files are replaced: the last snapshot stays, with the reason above it.
                 title = f"cannot be read at the moment: {error}"
                 if as_json:
-                    print(f"farspark: {title}", file=sys.stderr, flush=True)
+                    say(f"farspark: {title}", sys.stderr)
                     continue
             show(title, snapshot)
 

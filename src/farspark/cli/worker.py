@@ -7,13 +7,14 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from farspark.cli.output import let_go
+from farspark.cli.output import say
 from farspark.cli.progress import shown_progress
 from farspark.errors import ConfigError
 from farspark.token_file import read_token
@@ -340,7 +341,4 @@ def _drain(server: Server, signals: _Signals, drain_s: float) -> None:
 
 def _say(line: str) -> None:
     """Engines are served whether anybody reads this or not."""
-    try:
-        print(line, flush=True)
-    except OSError:
-        let_go()
+    say(line, sys.stdout)
