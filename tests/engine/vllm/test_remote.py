@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from farspark.engine.capture import CaptureReader
 from farspark.engine.config import EngineConfig, OnFail, read_config
 from farspark.engine.gather.torch_gather import StepTensors
 from farspark.engine.result import RoundOutcome
@@ -327,6 +330,35 @@ def test_statistics_are_written_as_rounds_go_and_at_the_end(make_ranks: Any, tmp
     assert written["rounds"] == 2
     assert written["policy"] == "capacity"
     assert written["endpoint"] == NOBODY
+
+
+def serve_and_end(folder: Path) -> None:
+    """A process of an engine: steps, then the end that vLLM gives it."""
+    ranks = Ranks(folder, 1, CAPTURE=str(folder / "rounds"))
+    for _ in range(3):
+        ranks.step()
+    raise SystemExit
+
+
+@pytest.mark.parametrize("started", ["fork", "spawn", "not"])
+def test_an_engine_that_ends_leaves_its_last_statistics_and_a_whole_recording(started: str, tmp_path: Path) -> None:
+    """vLLM forks its engine where no GPU was touched before; a child that was forked runs no atexit handler."""
+    code = (
+        "import multiprocessing, pathlib, sys; from tests.engine.vllm.test_remote import serve_and_end as serve\n"
+        "folder, started = pathlib.Path(sys.argv[1]), sys.argv[2]\n"
+        "if started == 'not': serve(folder)\n"
+        "child = multiprocessing.get_context(started).Process(target=serve, args=(folder,))\n"
+        "child.start(); child.join(); sys.exit(child.exitcode)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), started], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "stats.json").read_text())["rounds"] == 3
+    with CaptureReader(tmp_path / "rounds") as reader:
+        assert len(list(reader.rounds())) == 3
+        assert reader.tail is not None
+        assert reader.tail["why"] == "closed"
 
 
 def test_the_summary_line_comes_every_so_many_rounds(make_ranks: Any, caplog: pytest.LogCaptureFixture) -> None:

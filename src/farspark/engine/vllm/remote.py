@@ -5,12 +5,12 @@ torch and numpy, no vLLM: the speculators of all policies and versions are thin 
 
 from __future__ import annotations
 
-import atexit
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -396,7 +396,8 @@ class RemoteDrafter:
         self._written_at = float("-inf")
         if self.rank0 is not None:
             self.rank0.start()
-            atexit.register(self.close)
+            # Not atexit: what multiprocessing has forked, as vLLM's engine mostly is, runs these and no atexit handler.
+            self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def start_serving(self) -> None:
         """Warm-up is over: steps from now on are requests of users."""
@@ -715,7 +716,7 @@ class RemoteDrafter:
         """Write the last statistics and end the connection. Idempotent; any rank."""
         if self.rank0 is None:
             return
-        atexit.unregister(self.close)
+        self._at_exit.cancel()
         if self.rank0.handoff is not None:
             self.rank0.handoff.close()  # the newest rounds are in the statistics once the proxy has ended
         elif self.rank0.talker.capture is not None:
