@@ -103,6 +103,20 @@ def test_an_error_is_one_sentence_and_an_exit_code(
     assert capsys.readouterr().err == said
 
 
+def test_ctrl_c_while_the_commands_are_imported_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+        raise KeyboardInterrupt
+
+    command = types.ModuleType("farspark.cli.fail")
+    command.add_parser = interrupted  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "farspark.cli.fail", command)
+    monkeypatch.setattr(module, "COMMANDS", ("fail",))
+    assert main(["fail"]) == 130
+    assert capsys.readouterr().err == "farspark: interrupted\n"
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (ZeroDivisionError("a bug"), ModuleNotFoundError("No module named 'ours'", name="ours")):
         monkeypatch.setitem(sys.modules, "farspark.cli.fail", failing(error))

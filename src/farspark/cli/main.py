@@ -44,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    options = make_parser().parse_args(argv)
     try:
+        # Importing the commands takes a while too.
+        options = make_parser().parse_args(argv)
         code: int = options.run(options)
     except ConfigError as error:
         return _say(error, 2)
