@@ -304,7 +304,7 @@ def test_what_cannot_be_checked_is_one_sentence(
     stats = tmp_path / "stats.json"
     stats.write_text(json.dumps({"policy": "capacity", "counters": {}}))
     with HttpEngine() as server, HttpEngine(fails=True) as broken:
-        here, broken_url = ["--url", server.url], ["--url", broken.url]
+        here, broken_at = ["--url", server.url], ["--url", broken.url]
         for arguments, said in (
             ([], "which check? expected one of baseline, shadow"),
             (["shadow", *here], "no farspark-stats-*.json in"),
@@ -315,6 +315,8 @@ def test_what_cannot_be_checked_is_one_sentence(
             (["baseline", "--save", "x", "--url", "http://127.0.0.1:1"], "no vLLM answers there"),
             (["baseline", "--save", "x", "--url", "tcp://h:1"], "expected something like http://127.0.0.1:8000"),
             (["baseline", *here, "--save", str(tmp_path / "no" / "x"), *FEW], "--save"),
+            (["baseline", *broken_at, "--save", str(tmp_path)], f"--save {tmp_path}: expected a file"),
+            (["baseline", *broken_at, "--save", "x", "--log", str(tmp_path / "none")], "none: No such file"),
             (["baseline", *here, "--save", "x", "--prompts", str(tmp_path / "none")], "--prompts"),
             (["baseline", *here, "--save", "x", "--max-tokens", "0"], "--max-tokens 0"),
             (["timing", *here, "--stats", str(stats), "--round-ms", "8,x"], "--round-ms='8,x'"),
@@ -324,8 +326,18 @@ def test_what_cannot_be_checked_is_one_sentence(
         ):
             assert main(["check", *arguments]) == 2, arguments
             assert said in capsys.readouterr().err, arguments
-        assert main(["check", "baseline", *broken_url, "--save", str(tmp_path / "x")]) == 1
+        assert main(["check", "baseline", *broken_at, "--save", str(tmp_path / "x")]) == 1
         assert "/v1/completions answered 500: out of order" in capsys.readouterr().err
+
+
+def test_what_was_found_is_said_where_it_cannot_be_saved(
+    folder: Path, worker: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with engine(folder, worker.endpoint, tmp_path, "shadow") as real, HttpEngine(real) as server:
+        assert main(["check", "baseline", "--url", server.url, "--save", "/dev/full", *FEW]) == 2
+    said = capsys.readouterr()
+    assert "check baseline: passed" in said.out
+    assert "--save /dev/full: No space left on device" in said.err
 
 
 def test_the_newest_stats_file_is_found(

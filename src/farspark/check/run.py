@@ -249,7 +249,7 @@ def measure(settings: Settings, server: Server, progress: Progress, *, with_long
         answers=answers,
         seconds=seconds,
         metrics=server.metrics().since(before),
-        memory=None if settings.log is None else parse_memory(_read_log(settings.log)),
+        memory=None if settings.log is None else parse_memory(read_log(settings.log)),
     )
     if with_long_prompt:
         length, cached = long_prompt_twice(server, model, max_model_len)
@@ -386,7 +386,8 @@ class _Traffic:
             index += 1
 
 
-def _read_log(path: Path) -> str:
+def read_log(path: Path) -> str:
+    """Raises ConfigError."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

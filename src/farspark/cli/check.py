@@ -17,7 +17,7 @@ from typing import Final
 from farspark.check.findings import Finding, exit_code
 from farspark.check.judge import cost_settings
 from farspark.check.measurement import read_measurement
-from farspark.check.run import BY_NAME, CHECKS, DRILLS, NEEDS_STATS, Settings, StatsFile, run_check
+from farspark.check.run import BY_NAME, CHECKS, DRILLS, NEEDS_STATS, Settings, StatsFile, read_log, run_check
 from farspark.check.server import Server
 from farspark.cli.output import say
 from farspark.cli.progress import shown_progress
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     if options.name is None:
         raise ConfigError(f"which check? expected one of {', '.join(BY_NAME)}, or --list")
     settings = _settings(options)
-    _refuse_what_has_no_effect(options)
+    _refuse_what_cannot_serve(options)
     server = Server(options.url, options.timeout_s)
     # Ahead of everything that takes time.
     server.model()
@@ -110,13 +110,14 @@ def run(options: argparse.Namespace) -> int:
             stop=lambda: _stop(options.stop_command),
             start=lambda: _start(options.start_command),
         )
-    if options.save is not None and measured is not None:
-        measured.save(options.save)
     found = {}
     if options.name == "timing":
         assert settings.stats is not None
         found = cost_settings(StatsFile(settings.stats).read(), settings.round_ms)
     _print(options, findings, found)
+    # Last: what was found is said, whatever becomes of the file.
+    if options.save is not None and measured is not None:
+        measured.save(options.save)
     return exit_code(findings)
 
 
@@ -142,7 +143,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     )
 
 
-def _refuse_what_has_no_effect(options: argparse.Namespace) -> None:
+def _refuse_what_cannot_serve(options: argparse.Namespace) -> None:
     for option, value, names in (
         ("--round-ms", options.round_ms, {"timing"}),
         ("--stop-command", options.stop_command, DRILLS),
@@ -151,8 +152,10 @@ def _refuse_what_has_no_effect(options: argparse.Namespace) -> None:
     ):
         if value is not None and options.name not in names:
             raise ConfigError(f"{option} goes with check {', '.join(sorted(names))}; leave it out")
-    if options.save is not None and not options.save.absolute().parent.is_dir():
-        raise ConfigError(f"--save {options.save}: its folder does not exist; make it first")
+    if options.save is not None and (options.save.is_dir() or not options.save.absolute().parent.is_dir()):
+        raise ConfigError(f"--save {options.save}: expected a file in a folder that exists")
+    if options.log is not None:
+        read_log(options.log)
     if options.name == "baseline" and options.save is None:
         raise ConfigError("check baseline records something: give --save FILE")
     commands = (options.stop_command, options.start_command)
