@@ -24,6 +24,12 @@ def test_what_a_person_must_put_right_is_said_at_once(
     assert capsys.readouterr().err == f"farspark: {said}\n"
 
 
+def test_a_cache_that_is_no_folder_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["demo", "--cache", str(tmp_path / "file")]) == 2
+    assert f"farspark: --cache {tmp_path / 'file'}: File exists; expected a folder" in capsys.readouterr().err
+
+
 def test_a_user_without_a_home_is_asked_for_a_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

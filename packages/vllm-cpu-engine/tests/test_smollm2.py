@@ -49,6 +49,15 @@ def test_another_file_is_converted_again(gguf: Path, tmp_path: Path) -> None:
     assert (folder / "model.safetensors").read_bytes() == b"GGUF, another one"
 
 
+def test_a_disk_that_is_too_small_is_said_before_anything_is_converted(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(smollm2, "FOLDER_BYTES", 1 << 60)
+    with pytest.raises(smollm2.SmolLM2Unavailable, match=r"takes 1,152,921,504,606,846,976 bytes, and .* are free"):
+        smollm2.prepare(tmp_path / "cache", lambda line: None)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 def test_a_failed_conversion_leaves_nothing(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(gguf: Path, folder: Path, progress: smollm2.Progress) -> None:
         (folder / "half").touch()

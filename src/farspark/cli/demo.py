@@ -39,6 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from farspark.demo.process import left_in_order
     from farspark.demo.run import DemoSettings, run_demo
 
     if arguments.max_tokens < 1:
@@ -51,10 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         cache=arguments.cache or _user_cache(),
     )
-    report = run_demo(settings, TerminalScreen())
+    with left_in_order():
+        report = run_demo(settings, TerminalScreen())
     print(f"\n{report.as_text()}")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+        try:
+            arguments.json.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {arguments.json}: {error.strerror}") from error
     return 0 if report.text_equal else 1
 
 

