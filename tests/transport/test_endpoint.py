@@ -114,6 +114,12 @@ def test_loopback_is_told_from_the_network(text: str, is_loopback: bool) -> None
     assert parse_endpoint(text).is_loopback is is_loopback
 
 
+def test_several_where_one_is_expected_are_called_several() -> None:
+    """As `farspark probe --endpoint` with what the engine is given."""
+    with pytest.raises(ConfigError, match="one endpoint is expected here, not several"):
+        parse_endpoint("tcp://10.0.0.2:18620,tcp://10.0.0.3:18620")
+
+
 @given(st.text(max_size=40))
 def test_any_text_is_an_endpoint_or_a_config_error(text: str) -> None:
     for candidate in (text, "tcp://" + text, "tcp://h:1?" + text, "memory://" + text):

@@ -84,6 +84,8 @@ def parse_endpoint(text: str) -> Endpoint:
             text, f"unknown scheme {scheme!r}; expected one of {', '.join(SCHEMES)}{_nearest(scheme, SCHEMES)}"
         )
     address, has_options, query = rest.partition("?")
+    if "," in address:
+        raise _wrong(text, "one endpoint is expected here, not several")
     options = _options(text, query) if has_options else {}
     bind = _bind(text, options["bind"]) if "bind" in options else ""
     spin_us = _spin_us(text, options["spin_us"]) if "spin_us" in options else None
