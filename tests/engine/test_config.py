@@ -219,6 +219,10 @@ def test_the_watchdog_is_four_timeouts_unless_it_is_set(timeout: str, watchdog: 
         ({"POLICY": "capacity", "ON_FAIL": "raise"}, "contradicts .*ON_FAIL=raise: the host never waits"),
         ({"POLICY": "capacity", "ASYNC_WATCHDOG_MS": "50"}, "WATCHDOG_MS=50 is not above .*TIMEOUT_MS=50"),
         ({"POLICY": "capacity", "HOSTFLAG_LIB": "/no/such.so"}, "HOSTFLAG_LIB='/no/such.so': no such file"),
+        (
+            {"POLICY": "capacity", "HOSTFLAG_LIB": "/no/such.so"},
+            "make one with `python -m farspark.native hostflag FILE`",
+        ),
     ],
 )
 def test_asynchronous_rounds_that_cannot_be_are_refused(settings: dict[str, str], sentence: str) -> None:

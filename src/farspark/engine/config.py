@@ -503,7 +503,7 @@ def _asynchronous(policy: Policy, values: Mapping[str, Any], environ: Mapping[st
     if library is not None and not library.is_file():
         raise ConfigError(
             f"{PREFIX}_HOSTFLAG_LIB={str(library)!r}: no such file; unset it to use the packaged build, or make one with "
-            "`python -m farspark.native FILE`"
+            "`python -m farspark.native hostflag FILE`"
         )
     return AsyncSettings(
         proxy=values["_ASYNC_PROXY"],
