@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,18 @@ def test_a_cache_that_is_no_folder_is_one_sentence(tmp_path: Path, capsys: pytes
     (tmp_path / "file").touch()
     assert main(["demo", "--cache", str(tmp_path / "file")]) == 2
     assert f"farspark: --cache {tmp_path / 'file'}: File exists; expected a folder" in capsys.readouterr().err
+
+
+def test_an_environment_that_make_did_not_set_up_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    for name in ("farspark.demo.run", "farspark.demo.completions"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert main(["demo"]) == 2
+    assert capsys.readouterr().err == (
+        "farspark: httpx is not installed; the demo runs in the environment that `make demo` sets up\n"
+    )
 
 
 def test_a_user_without_a_home_is_asked_for_a_folder(

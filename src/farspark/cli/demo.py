@@ -39,8 +39,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from farspark.demo.process import left_in_order
-    from farspark.demo.run import DemoSettings, run_demo
+    try:
+        from farspark.demo.process import left_in_order
+        from farspark.demo.run import DemoSettings, run_demo
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed; the demo runs in the environment that `make demo` sets up"
+        ) from error
 
     if arguments.max_tokens < 1:
         raise ConfigError(f"--max-tokens {arguments.max_tokens}: expected 1 or more")
