@@ -94,6 +94,15 @@ def test_an_empty_variable_in_the_environment_switches_the_remote_off() -> None:
     assert made.without_effect == (f"{R}_IDENTITY",)
 
 
+def test_with_the_remote_switched_off_its_settings_need_nothing_from_the_environment() -> None:
+    text = f"{R}=${{FARSPARK_ENDPOINT}}\n{R}_IDENTITY=${{FARSPARK_IDENTITY}}\nOTHER=${{ELSE}}\n"
+    made = launch(text, **{R: "", "ELSE": "x"})
+    assert made.config is None
+    assert (made.environ[f"{R}_IDENTITY"], made.environ["OTHER"]) == ("", "x")
+    with pytest.raises(ConfigError, match="OTHER needs"):
+        launch(text, **{R: ""})
+
+
 def test_a_bad_setting_is_an_error_with_file_and_line() -> None:
     with pytest.raises(ConfigError, match=rf"^x\.env:3: {R}_POLICY='fast'"):
         launch(REMOTE + f"{R}_POLICY=fast\n")

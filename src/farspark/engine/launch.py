@@ -126,13 +126,16 @@ def _parse_line(line: str, place: str) -> Assignment:
 def prepare(assignments: tuple[Assignment, ...], environ: Mapping[str, str]) -> Launch:
     """What the command would be started with. Raises ConfigError for a reference to nothing and for a bad setting."""
     merged, origins, overridden = dict(environ), {}, []
+    # A way back must not ask for what only the way forth needs.
+    is_off = PREFIX in environ and not environ[PREFIX].strip()
     for assignment in assignments:
         if assignment.name in environ:
             origins[assignment.name] = "environment"
             overridden.append(assignment)
         else:
             origins[assignment.name] = assignment.place
-            merged[assignment.name] = _filled_in(assignment, environ)
+            is_without_effect = is_off and assignment.name.startswith(f"{PREFIX}_")
+            merged[assignment.name] = _filled_in(assignment, environ, may_lack=is_without_effect)
     try:
         config, pp = read_config(merged), read_pp_config(merged)
     except ConfigError as error:
@@ -140,7 +143,8 @@ def prepare(assignments: tuple[Assignment, ...], environ: Mapping[str, str]) -> 
     return Launch(merged, config, pp, origins, tuple(overridden))
 
 
-def _filled_in(assignment: Assignment, environ: Mapping[str, str]) -> str:
+def _filled_in(assignment: Assignment, environ: Mapping[str, str], *, may_lack: bool) -> str:
+    """The value with its references filled in, empty where one `may_lack`. Raises ConfigError."""
     if assignment.is_literal:
         return assignment.value
 
@@ -150,11 +154,11 @@ def _filled_in(assignment: Assignment, environ: Mapping[str, str]) -> str:
             raise ConfigError(
                 f"{assignment.place}: {assignment.name}={assignment.value}: expected ${{NAME}}, or single quotes around it"
             )
-        if not environ.get(name, "").strip():
+        if not environ.get(name, "").strip() and not may_lack:
             raise ConfigError(
                 f"{assignment.place}: {assignment.name} needs ${{{name}}}, which is not set; export {name}=…"
             )
-        return environ[name]
+        return environ.get(name, "")
 
     return _REFERENCE.sub(value_of, assignment.value)
 
