@@ -100,7 +100,7 @@ class Slots:
             state.dirty = True
             return
         state.announced = True
-        in_ring = min(state.end - state.ring_first, self._context)
+        in_ring = state.end - state.ring_first
         state.dirty = status is RequestStatus.PARTIAL_WINDOW and in_ring > window_rows
 
     def mark_dirty(self, slot: int) -> None:
