@@ -99,7 +99,7 @@ class Breaker:
 
     def succeeded(self) -> None:
         self.failures_in_a_row = 0
-        if self.state is State.CLOSED and self.on_trial:
+        if self.on_trial:
             self.on_trial -= 1
         self._move(Event.SUCCESS)
 
