@@ -64,7 +64,7 @@ def _joined(*forms: struct.Struct) -> struct.Struct:
 
 _STEP_FRAME, _STEP_REPLY_FRAME = _joined(layout.HEADER, layout.STEP), _joined(layout.HEADER, layout.STEP_REPLY)
 _WORKER_US, _WORKER_US_AT = struct.Struct("<I"), layout.HEADER.size + 16
-_MAX_U16, _MAX_U32 = 0xFFFF, 0xFFFFFFFF
+_MAX_U32 = 0xFFFFFFFF
 
 
 # One struct for all entries: a call for each would take three times as long. Rounds have few different sizes.
@@ -177,7 +177,7 @@ def encode_welcome(welcome: Welcome) -> bytes:
         len(kind),
         len(name),
         len(message),
-        min(round(10 * welcome.lease_s), _MAX_U16),
+        round(10 * welcome.lease_s),
     )
     return fixed + kind + name + message
 
