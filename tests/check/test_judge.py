@@ -114,7 +114,9 @@ def test_parity_passes_at_its_bounds_and_fails_behind_them(changes: dict[str, An
 
 
 def test_parity_of_few_blocks_or_without_local_confidences_is_skipped() -> None:
-    assert verdicts(judge.parity(shadow(blocks=49))) == {"drafts compared": "SKIP"}
+    few = judge.parity(shadow(blocks=49))
+    assert verdicts(few) == {"drafts compared": "SKIP"}
+    assert few[0].measured == "49 blocks are too few"
     assert verdicts(judge.parity({})) == {"drafts compared": "SKIP"}
     assert only(judge.parity(shadow(largest_confidence_difference=None)), "confidences").verdict is Verdict.SKIP
 
@@ -224,7 +226,10 @@ def test_memory_is_compared_rank_by_rank() -> None:
     after = stats() | {
         "not_allocated": {"draft_weight_bytes_all_ranks": 1 << 20, "draft_kv_bytes_per_token_per_rank": None}
     }
-    assert "FAIL" not in verdicts(judge.saved_memory(after, good, base)).values()
+    saved = judge.saved_memory(after, good, base)
+    assert "FAIL" not in verdicts(saved).values()
+    assert only(saved, "load size, TP0").bound == "below the baseline"
+    assert only(saved, "graph memory, TP0").bound == "not above the baseline"
     found = verdicts(judge.saved_memory(after, bad, base))
     assert found["load size, TP0"] == "PASS"
     assert found["load size, TP1"] == "FAIL"
@@ -271,6 +276,19 @@ def test_text_without_logprobs_or_of_other_questions_is_not_judged() -> None:
     assert verdicts(judge.same_text(replace(other, questions="else"), silent)) == {"text": "SKIP"}
 
 
+def test_one_answer_that_cannot_be_judged_does_not_hide_one_that_is_wrong() -> None:
+    silent, wrong = Answer([5, 6, 7], "abc", 1.0, "stop"), Answer([5, 2, 7], "abc", 1.0, "stop")
+    before = measurement(answers=[silent, *measurement().answers])
+    assert verdicts(judge.same_text(measurement(answers=[wrong, wrong]), before)) == {"text": "FAIL"}
+
+
+@pytest.mark.parametrize(("gap", "verdict"), [(0.25, "PASS"), (0.2501, "FAIL")])
+def test_a_near_tie_is_as_wide_as_its_bound(gap: float, verdict: str) -> None:
+    before = measurement(answers=[Answer([5], "a", 1.0, "stop", [gap], [1])])
+    now = measurement(answers=[Answer([1], "a", 1.0, "stop")])
+    assert verdicts(judge.same_text(now, before)) == {"text": verdict}
+
+
 @pytest.mark.parametrize(
     ("text", "finished", "verdict"), [("a", "length", "PASS"), (" ", "stop", "FAIL"), ("a", "abort", "FAIL")]
 )
@@ -290,6 +308,9 @@ PROMPT = 100  # tokens, in blocks of 16: 96 of them can be found again
         (80, 80, 200, ("PASS", "FAIL")),
         (80, 96, 0, ("FAIL", "NOTE")),
         (80, 96, 200, ("FAIL", "FAIL")),
+        # Nothing is found again where the baseline found something.
+        (0, 96, 200, ("FAIL", "FAIL")),
+        (96, 0, 200, ("PASS", "PASS")),
         # A target that finds no more even without speculation.
         (80, 80, 0, ("PASS", "NOTE")),
     ],
@@ -308,6 +329,8 @@ def test_APC_LOSS_a_block_that_is_computed_again_fails_whatever_the_baseline_has
 def test_APC_LOSS_what_was_not_measured_is_not_judged() -> None:
     base = measurement()
     assert verdicts(judge.prefix_cache(base, base)) == {"cached tokens": "PASS", "the last block": "SKIP"}
+    sized = replace(base, long_prompt_tokens=PROMPT)
+    assert verdicts(judge.prefix_cache(sized, base)) == {"cached tokens": "PASS", "the last block": "SKIP"}
     for other in ({"cached_tokens": None}, {"questions": "others"}):
         assert verdicts(judge.prefix_cache(replace(base, **other), base)) == {"cached tokens": "SKIP"}
     nothing = measurement(cached_tokens=0)
@@ -330,8 +353,8 @@ def test_speed_is_told_and_not_judged() -> None:
 
 def test_FAIL_LIFETIME_an_outage_is_counted_and_output_goes_on() -> None:
     before = stats(rounds_ok=10)
-    down = stats(rounds_ok=10, rounds_failed=7, fallback_not_ready=7, local_fallback_rounds=7)
-    assert set(verdicts(judge.outage("resilience", before, down, generated=9)).values()) == {"PASS"}
+    down = stats(rounds_ok=10, rounds_failed=1, fallback_not_ready=1, local_fallback_rounds=1)
+    assert set(verdicts(judge.outage("resilience", before, down, generated=1)).values()) == {"PASS"}
     assert verdicts(judge.outage("resilience", before, stats(rounds_failed=7), generated=9))["local rounds"] == "FAIL"
     assert "local rounds" not in verdicts(judge.outage("capacity", before, down, generated=9))
     found = verdicts(judge.outage("capacity", before, before, generated=0))
@@ -351,7 +374,7 @@ def test_FAIL_LIFETIME_an_outage_is_counted_and_output_goes_on() -> None:
 )
 def test_a_recovery_is_one_session_resyncs_and_successes(changes: dict[str, int], failing: str | None) -> None:
     down = stats(rounds_ok=10, hellos=1)
-    after = stats(**{"rounds_ok": 20, "hellos": 2, "resync_rounds": 2} | changes)
+    after = stats(**{"rounds_ok": 11, "hellos": 2, "resync_rounds": 1} | changes)
     found = verdicts(judge.recovery(down, after))
     assert [name for name, verdict in found.items() if verdict == "FAIL"] == ([failing] if failing else [])
 
