@@ -453,6 +453,20 @@ def test_an_absurd_count_of_requests_reserves_no_memory(requests: int) -> None:
         codec.decode_step_reply(memoryview(struct.pack("<QHHHHII", 1, requests, 5, 0, 0, 0, 0)))
 
 
+@pytest.mark.parametrize(("requests", "is_refused"), [(4096, False), (4097, True)])
+def test_more_requests_than_the_limit_are_refused_even_where_all_of_them_are_there(
+    requests: int, is_refused: bool
+) -> None:
+    step = struct.pack("<QHHI", 1, requests, 0, 0) + bytes(layout.ENTRY.size * requests)
+    reply = struct.pack("<QHHHHII", 1, requests, 0, 0, 0, 0, 0) + bytes(layout.ENTRY_REPLY.size * requests)
+    for decode, payload in ((lambda one: codec.decode_step(one, 2), step), (codec.decode_step_reply, reply)):
+        if is_refused:
+            with pytest.raises(ProtocolError, match=f"of {requests} requests.* at most 4096"):
+                decode(memoryview(payload))
+        else:
+            assert len(decode(memoryview(payload)).entries) == requests
+
+
 def test_absurd_counts_of_rows_drafts_and_slots_are_refused() -> None:
     with pytest.raises(ProtocolError, match="4294967295 rows of 24576 bytes"):
         codec.decode_step(memoryview(struct.pack("<QHHI", 1, 0, 0, 0xFFFFFFFF)), 24576)

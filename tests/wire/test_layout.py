@@ -142,5 +142,19 @@ def test_which_request_statuses_carry_drafts_and_which_are_usable() -> None:
     assert {status.name for status in RequestStatus if status.is_usable} == {"OK", "PARTIAL_WINDOW", "NOT_NEEDED"}
 
 
+def test_the_limits() -> None:
+    assert {name: value for name, value in vars(layout).items() if name.startswith("MAX_")} == {
+        "MAX_FRAME_BYTES": 256 << 20,
+        "MAX_GREETING_BYTES": 64 << 10,
+        "MAX_REPLY_BYTES": 4 << 20,
+        "MAX_REQUESTS": 4096,
+        "MAX_DRAFTS": 64,
+        "MAX_NAME_BYTES": 256,
+        "MAX_MESSAGE_BYTES": 4096,
+        "MAX_POSITION": 2**31,
+        "MAX_TOKEN": 2**31 - 1,
+    }
+
+
 def test_the_largest_full_resync_fits_a_frame() -> None:
     assert layout.MAX_FRAME_BYTES > 4 * 512 * 51_200
