@@ -117,6 +117,28 @@ def test_a_right_answer_has_no_fault() -> None:
     peaked.q[:, 4] = 1
     peaked.draw()
     assert peaked.fault() is None
+    lowest = Answer()
+    lowest.support[1] = np.arange(SUPPORT_IDS)
+    lowest.draw()
+    assert lowest.fault() is None
+
+
+@pytest.mark.parametrize(
+    ("past", "chosen", "is_right"),
+    [(5e-10, 1, True), (5e-10, 2, True), (-5e-10, 1, True), (-5e-10, 2, True)]
+    + [(2e-9, 1, True), (2e-9, 2, False), (-2e-9, 1, False), (-2e-9, 2, True)],
+)
+def test_a_draw_at_the_edge_of_a_share_is_taken_for_either_neighbours(past: float, chosen: int, is_right: bool) -> None:
+    """The edge between the second and the third id of the support lies so far past the draw."""
+    answer, edge = Answer(), plain_draw(SEED, ANCHOR, ANCHOR + 1) + past
+    answer.q[0] = 0
+    # Small second summands, so that the sums are exact to some 1e-10 in spite of float32.
+    answer.q[0, 0] = edge - 1e-3
+    answer.q[0, 1] = edge - float(answer.q[0, 0])
+    answer.q[0, 2] = 1 - edge - 1e-3
+    answer.q[0, 3] = 1 - edge - float(answer.q[0, 2])
+    answer.tokens[0] = answer.support[0, chosen]
+    assert answer.fault() == (None if is_right else "position 0: the draft is not what the draw gives")
 
 
 def other_draft(answer: Answer) -> None:
