@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -58,6 +60,13 @@ def test_agreement_is_counted_by_position_and_a_block_that_differs_is_judged_ste
     }
 
 
+def test_the_first_16_blocks_that_differ_are_kept_as_examples() -> None:
+    shadow = ShadowComparison(1)
+    for first in (0, 10, 20):
+        shadow.observe(np.arange(first, first + 10)[:, None], np.full((10, 1), 99))
+    assert [example["local"] for example in shadow.snapshot()["examples"]] == [[one] for one in range(16)]
+
+
 def test_parity_allows_ties_but_no_step_far_off_and_few_that_diverge() -> None:
     def passes(gap_ulps: float, blocks: int) -> object:
         shadow = ShadowComparison(1)
@@ -68,6 +77,7 @@ def test_parity_allows_ties_but_no_step_far_off_and_few_that_diverge() -> None:
     assert passes(2, 1) is True
     assert passes(2.1, 198) is False
     assert passes(2.1, 199) is True, "one in 200"
+    assert passes(8, 100_000) is True
     assert passes(8.1, 100_000) is False
     assert ShadowComparison(1).snapshot()["bounds"] == {"equal_or_tie_rate": 0.995, "confidence_difference": 0.01}
 
@@ -207,12 +217,34 @@ def test_confidences_are_compared_where_both_describe_the_same_tokens() -> None:
     assert difference(judged([[1, 9, 3]], [[0, 1, 0]], confidence=float("nan")), remote) == 1.0
 
 
+@pytest.mark.parametrize("known", ["local_confidences", "remote_confidences"])
+def test_confidences_of_one_side_alone_are_not_compared(known: str) -> None:
+    shadow, block = ShadowComparison(1), np.array([[1]])
+    confidences: dict[str, Any] = {known: np.array([[0.5]], dtype=np.float32)}
+    shadow.observe(block, block, **confidences)
+    snapshot = shadow.snapshot()
+    assert (snapshot["largest_confidence_difference"], snapshot["passes"]) == (None, True)
+
+
 def test_METRICS_nothing_compared_is_not_a_division_by_zero() -> None:
     snapshot = ShadowComparison(2).snapshot()
     assert snapshot["full_block_agree_rate"] is None
     assert snapshot["equal_or_tie_rate"] is None
     assert snapshot["passes"] is None
     assert snapshot["agree_rate_by_position"] == [None, None]
+
+
+@pytest.mark.parametrize("remote", [True, False])
+def test_accepted_lengths_that_differ_fail_whoever_judged_but_pass_only_what_was_judged(
+    monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    monkeypatch.setattr(accepted_lengths, "ENOUGH_BLOCKS", 3)
+    shadow = ShadowComparison(1)
+    shadow.observe(np.array([[1]]), np.array([[2]]), has_router=True)
+    for position in range(0, 10, 2):
+        shadow.accepted.observe(0, "a", position, 7, local=[8], remote=[8 if remote else 9], verified=[8])
+    snapshot = shadow.snapshot()
+    assert (snapshot["unjudged"], snapshot["passes"]) == (1, None if remote else False)
 
 
 @pytest.mark.parametrize("remote", [True, False])
