@@ -67,6 +67,15 @@ def test_the_preferred_ones_are_looked_at_beside_another_and_no_one_else_is() ->
     assert one.due(201) == [A, B]
 
 
+def test_the_next_look_is_the_soonest_of_all() -> None:
+    one = route()
+    one.connected(C, 0)
+    one.not_reached(A, 1)
+    assert (one.next_look_s(), one.due(1), one.due(3)) == (1, [B], [A, B])
+    one.not_reached(B, 4)
+    assert (one.next_look_s(), one.due(3)) == (3, [A])
+
+
 def test_looks_become_rarer_while_it_is_away_up_to_the_longest_wait() -> None:
     one, now, waits = route(), 0.0, []
     one.connected(B, now)
