@@ -273,6 +273,10 @@ def test_a_right_reply_has_no_fault() -> None:
     assert fault_of(reply([1, 9, 0], [0.0, 1.0, 0.0])) is None
 
 
+def test_a_confidence_of_minus_0_is_one_of_0_and_1_beside_it_is_right() -> None:
+    assert fault_of(reply([1, 9, 0], [-0.0, 1.0, 0.0])) is None
+
+
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, -0.25, 1.5, float(np.nextafter(np.float32(1), 2))])
 def test_a_confidence_that_cannot_be_is_a_fault_at_every_place(wrong: float, place: int) -> None:
@@ -309,8 +313,8 @@ def test_margins_are_there_exactly_when_asked_for() -> None:
     with_margins = right._replace(margins=np.zeros(3, dtype=np.float32).data)
     assert fault_of(with_margins) == "margins sent unasked"
     assert fault_of(with_margins, want_margins=True) is None
-    nan = right._replace(margins=np.full(3, np.nan, dtype=np.float32).data)
-    assert "margin nan" in (fault_of(nan, want_margins=True) or "")
+    nan = right._replace(margins=np.array([0, 1, np.nan], dtype=np.float32).data)
+    assert fault_of(nan, want_margins=True) == "margin nan at entry 0, position 2, expected 0 or more"
 
 
 def test_a_status_that_contradicts_the_request_is_a_fault() -> None:
@@ -420,7 +424,7 @@ def ids(*values: int) -> memoryview:
 
 def test_a_judgement_is_checked_not_trusted() -> None:
     judge = Judge(7, 2, [0], ids(1, 2))
-    right = Judgement(7, 2, ids(1, 9), floats(0, 1), floats(3, 4), floats(0, 1))
+    right = Judgement(7, 2, ids(0, 9), floats(0, 1), floats(0, 4), floats(0, 1))
     assert find_fault_of_judgement(right, judge, 10, has_router=False) is None
     for wrong in (
         right._replace(step_id=8),
