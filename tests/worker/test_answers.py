@@ -19,6 +19,7 @@ from farspark.mock.drafter import MockDrafter
 from farspark.wire import codec
 from farspark.wire.layout import SUPPORT_IDS, FrameStatus, HeaderFlag, HelloFlag, Operation, RequestStatus, StepFlag
 from farspark.wire.messages import Entry, Freed, Judge, Sampling
+from farspark.worker import answers
 from farspark.worker.batch import DraftBatch, DraftResult
 from farspark.worker.server import Server
 from farspark.worker.session import Session
@@ -193,6 +194,7 @@ def test_free_gives_the_slot_back(server: Server, engine: Peer) -> None:
 def test_ping_needs_no_session_and_echoes(peer: Peer) -> None:
     reply, payload = peer.ask(Operation.PING, b"12345678", session=0)
     assert (reply.status, bytes(payload)) == (FrameStatus.OK, b"12345678")
+    assert peer.ask(Operation.PING, bytes(4096))[1] == bytes(4096)
     assert peer.ask(Operation.PING, bytes(4097))[0].status == FrameStatus.BAD_FRAME
 
 
@@ -298,14 +300,15 @@ def drawing(**changes: Any) -> MockDrafter:
     return MockDrafter(replace(INFO, support=SUPPORT_IDS, **changes))
 
 
-def test_sampled_drafts_are_granted_and_drawn_entry_by_entry() -> None:
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -0.5])
+def test_sampled_drafts_are_granted_and_drawn_entry_by_entry(wrong: float) -> None:
     with serving(drawing()) as server, Peer(server) as peer:
         reply, payload = peer.hello(replace(HELLO, flags=HelloFlag.SAMPLED))
         assert reply.status == FrameStatus.OK
         assert codec.decode_welcome(payload).flags == HelloFlag.SAMPLED
         entries = [entry(slot, 0, 1, DRAFT | NEW) for slot in range(3)]
         # The second one's is no temperature: that entry alone is refused.
-        sampling = [Sampling(5, 0.7), Sampling(5, math.nan), Sampling(5, 0.0)]
+        sampling = [Sampling(5, 0.7), Sampling(5, wrong), Sampling(5, 0.0)]
         reply, payload = peer.ask(Operation.STEP, sampled_step(1, sampling, *entries))
         assert reply.status == FrameStatus.OK
         answer = codec.decode_step_reply(payload)
@@ -332,6 +335,14 @@ def test_a_drafter_that_fails_answers_a_sampled_step_with_nothing_drawn() -> Non
         assert answer.entries[0].status == RequestStatus.INTERNAL
         assert answer.sampled is not None
         assert not any(answer.sampled.mask.tolist() + answer.sampled.q.tolist())
+
+
+def test_a_worker_without_the_quick_calls_drafts_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "load_round_calls", lambda: None)
+    with serving() as server, Peer(server) as peer:
+        peer.hello()
+        assert peer.step(entry(0, 0, 2, DRAFT | NEW)).tokens.tolist() == ids(0, 0, 2)
+        assert peer.step(entry(0, 2, 1)).tokens.tolist() == ids(0, 0, 3)
 
 
 def test_more_slots_than_a_sampled_reply_has_room_for_are_refused_HELLO_LIMITS() -> None:

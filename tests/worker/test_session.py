@@ -9,7 +9,7 @@ from tests.fakes.drafters import INFO, ArithmeticDrafter, expected, info
 from farspark.errors import ProtocolError
 from farspark.stats import Stats
 from farspark.wire.layout import EntryFlag, RequestStatus, StepFlag
-from farspark.wire.messages import Entry, Freed, Judge, Step, StepReply
+from farspark.wire.messages import Entry, Freed, Judge, Sampling, Step, StepReply
 from farspark.worker.batch import DrafterInfo
 from farspark.worker.session import Session, SlotPool
 
@@ -144,11 +144,12 @@ def test_a_round_that_wants_no_drafts_still_appends_its_rows_K0_STATE() -> None:
 
 def test_what_an_entry_that_only_appends_says_of_drafts_is_not_handed_on() -> None:
     engine = Engine()
-    one = entry(0, 0, 1, NEW, n_out=N + 200)
-    plan = engine.session.plan(Step(1, [one], memoryview(row(7, 0))))
+    one = entry(0, 0, 1, NEW, anchor=-1, n_out=N + 200)
+    sampling = [Sampling(3, -1.0)]
+    plan = engine.session.plan(Step(1, [one], memoryview(row(7, 0)), StepFlag.SAMPLED, sampling))
     batch = engine.session.batch(plan)
     assert batch is not None
-    assert [draft.n_out for draft in batch.entries] == [N]
+    assert [(draft.n_out, draft.anchor_token, draft.temperature) for draft in batch.entries] == [(N, 0, 0.0)]
 
 
 def test_rows_that_do_not_continue_the_window_are_a_gap_and_change_nothing() -> None:
@@ -270,6 +271,13 @@ def test_one_bad_entry_never_spoils_the_others(bad: Entry) -> None:
     assert drafts(reply, 0) == engine.expect(1, 0, 2)
     assert drafts(reply, 1) == [0] * N
     assert drafts(reply, 2) == engine.expect(2, 0, 3)
+
+
+def test_the_first_token_and_the_last_position_are_in_range() -> None:
+    engine, last = Engine(), INFO.max_position
+    reply = engine.step(entry(0, last - 1, 1, DRAFT | NEW, anchor=0))
+    assert [one.status for one in reply.entries] == [PARTIAL]
+    assert drafts(reply, 0) == engine.expect(0, last - 1, last, anchor=0)
 
 
 def test_a_bad_entry_with_new_gen_voids_what_the_slot_held() -> None:
@@ -478,7 +486,25 @@ def test_ID_RANGE_what_cannot_be_judged_is_refused(judge: Judge, why: str) -> No
     engine.step(entry(0, 0, 3, NEW | DRAFT), entry(1, 0, 3, NEW), margins=True)
     with pytest.raises(ProtocolError, match=why):
         engine.session.judge(judge)
-    assert engine.session.judge(Judge(1, N, [0], ints(*[1] * N))).num_drafts == N
+    assert engine.session.judge(Judge(1, N, [0], ints(*[0] * N))).num_drafts == N
+
+
+def test_what_the_drafter_could_not_draft_is_not_judged() -> None:
+    engine = Engine()
+    engine.step(entry(0, 0, 1, DRAFT | NEW), entry(1, 0, 1, DRAFT | NEW))
+    engine.drafter.not_finite = {engine.session._held[0].drafter_slot}
+    assert engine.statuses(entry(0, 1, 1), entry(1, 1, 1), margins=True) == [RequestStatus.INTERNAL, OK]
+    with pytest.raises(ProtocolError, match="entry 0, which has no drafts"):
+        engine.session.judge(Judge(2, N, [0], ints(*[1] * N)))
+    assert engine.session.judge(Judge(2, N, [1], ints(*[1] * N))).num_drafts == N
+
+
+def test_a_session_that_ended_judges_nothing_because_its_slots_may_be_anothers() -> None:
+    engine = Engine()
+    engine.step(entry(0, 0, 3, NEW | DRAFT), margins=True)
+    engine.session.close()
+    with pytest.raises(ProtocolError, match="there is none"):
+        engine.session.judge(Judge(1, N, [0], ints(*[1] * N)))
 
 
 def test_a_slot_that_was_freed_since_is_not_judged_any_more_because_it_may_be_anothers() -> None:

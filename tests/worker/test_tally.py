@@ -45,7 +45,7 @@ class Engine:
         batch = self.session.batch(plan)
         assert batch is not None
         reply = self.session.complete(plan, self.drafter.draft(batch), 12)
-        return Drafted([b"four", memoryview(b"five5").cast("B")], self.session, plan, reply, 3, companions)
+        return Drafted([b"four", memoryview(bytes(8)).cast("i")], self.session, plan, reply, 3, companions)
 
     def end(self) -> None:
         self.session.close()
@@ -72,7 +72,7 @@ def test_a_step_is_counted_for_its_engine_and_for_the_worker(tally: Tally) -> No
     said = tally.snapshot([engine.connection, other.connection], 0.0)
     assert said["counters"] == {
         "bytes_received": 150,
-        "bytes_sent": 18,
+        "bytes_sent": 24,
         "companions": 2,
         "drafts": 10,
         "drafts_accepted": 1,
@@ -96,6 +96,14 @@ def test_a_step_is_counted_for_its_engine_and_for_the_worker(tally: Tally) -> No
     assert said["latency"]["step_us"]["count"] == said["latency"]["wait_us"]["count"] == 2
     engine.close()
     other.close()
+
+
+@pytest.mark.parametrize(("now", "silent_s"), [(107.26, 7.3), (100.0, 0.0), (99.9, 0.0)])
+def test_an_engine_is_silent_since_it_was_last_heard(tally: Tally, now: float, silent_s: float) -> None:
+    engine = Engine(tally)
+    engine.connection.heard_s = 100.0
+    assert tally.snapshot([engine.connection], now)["sessions"]["0" * 15 + "1"]["silent_s"] == silent_s
+    engine.close()
 
 
 def test_what_a_session_has_counted_stays_with_the_worker(tally: Tally) -> None:
