@@ -19,6 +19,8 @@ from typing import Any, TextIO
 from tests.vllm import mtp_stand_in
 from tests.vllm.budgets import BudgetRecorder, places, set_costs, tables
 
+# Names a folder that `tests.vllm.lay_sources` made: another version's sources over the CPU binaries of the one that is installed.
+SOURCES = "FARSPARK_TEST_VLLM"
 ENGINE_ENV = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "TRITON_INTERPRET": "1",
@@ -196,7 +198,8 @@ class Recorder:
 
         def recording_propose(input_batch: Any, *rest: Any, **more: Any) -> Any:
             drafts = propose(input_batch, *rest, **more)
-            if self.is_on:
+            # vLLM 0.33.0 proposes nothing where no request of the step can use drafts: these are an earlier step's.
+            if self.is_on and more.get("num_speculative_tokens") != 0:
                 self._record(input_batch, rest[4], rest[5], drafts)
             if spoils:
                 drafts.zero_()
@@ -254,11 +257,14 @@ def act_on_depths(runner: Any, *, as_if_scheduled_ahead: bool) -> None:
 
 def facts(llm: Any) -> dict[str, Any]:
     """What this process can say about the engine inside it."""
+    import vllm
+
     with contextlib.suppress(AttributeError):
         runner = runner_of(llm)
         speculator = runner.speculator
         layers = runner.vllm_config.compilation_config.static_forward_context
         return {
+            "version": vllm.__version__,
             "runner": [parent.__module__ for parent in type(runner).__mro__],
             "speculator": type(speculator).__name__,
             "speculator_module": type(speculator).__module__,
@@ -289,7 +295,11 @@ def environment(base: dict[str, str], **settings: str) -> dict[str, str]:
     clean = {name: value for name, value in base.items() if not name.startswith(("VLLM_", "FARSPARK_"))}
     root = Path(__file__).parents[2]
     # The sources beside these tests, whatever is installed.
-    return clean | ENGINE_ENV | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "src")])} | settings
+    path = [str(root), str(root / "src")]
+    other = {}
+    if sources := base.get(SOURCES):
+        path, other = [sources, *path], {"VLLM_TARGET_DEVICE": "cpu"}
+    return clean | ENGINE_ENV | other | {"PYTHONPATH": os.pathsep.join(path)} | settings
 
 
 if __name__ == "__main__":

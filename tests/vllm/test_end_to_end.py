@@ -21,6 +21,8 @@ import torch
 from tests.vllm import tiny_pair
 from tests.vllm.processes import Worker, run_engine
 
+from farspark.engine.vllm.versions import CachedBlockDrop, record_for
+
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
@@ -205,7 +207,7 @@ def share_equal(blocks: Iterable[tuple[list[int], dict[str, Any]]], tie: float) 
         differing = [position for position in range(N) if reference[position] != one["remote"][position]]
         assert not differing or one["margins"][differing[0]] <= tie, f"local drafts {reference}, worker's {one}"
         equal.append(not differing)
-    assert len(equal) >= 8
+    assert len(equal) >= 6
     return sum(equal) / len(equal)
 
 
@@ -274,7 +276,9 @@ def test_apc_loss_capacity_finds_as_many_cached_tokens_as_no_speculation(
     for phase in TEXT_PHASES:
         assert capacity["phases"][phase]["cached"] == alone["phases"][phase]["cached"]
     # What capacity would lose if it left vLLM's rule alone.
-    assert local["phases"]["cachedagain"]["cached"]["0"] < alone["phases"]["cachedagain"]["cached"]["0"]
+    drops = record_for(local["facts"]["version"]).cached_block_drop is not CachedBlockDrop.NONE
+    lost = alone["phases"]["cachedagain"]["cached"]["0"] - local["phases"]["cachedagain"]["cached"]["0"]
+    assert (lost > 0) == drops
 
 
 def test_capacity_accepts_as_much_as_the_local_drafter(capacity: dict[str, Any], local: dict[str, Any]) -> None:

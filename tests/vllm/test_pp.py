@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tests.vllm import tiny_pair
 from tests.vllm.pp_run import ENDS
-from tests.vllm.processes import ROOT, Worker, run_engine
+from tests.vllm.processes import Worker, run_engine
 from tests.vllm.test_end_to_end import (
     ABORTED,
     CACHED_AGAIN,
@@ -35,8 +35,6 @@ from farspark.engine.vllm.pp.faults import EXIT_STATUS
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
-# A folder with another version's package `vllm`, its sources over this one's CPU binaries.
-SOURCES = "PP_TEST_VLLM"
 N = 5
 MAX_LEN = 288
 OVERFLOW: dict[str, Any] = {
@@ -108,9 +106,7 @@ def job(pair: tiny_pair.TinyPair, stages: int, ahead: bool, phases: list[dict[st
 
 
 def environment_of(stages: int) -> dict[str, str]:
-    sources = os.environ.get(SOURCES)
-    path = os.pathsep.join([sources, str(ROOT), str(ROOT / "src")]) if sources else None
-    return ({"PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu"} if path else {}) | {
+    return {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join("01"[stage % 2] for stage in range(stages)) if stages > 1 else "0-1",
         "OMP_NUM_THREADS": "1",
