@@ -378,6 +378,7 @@ def test_ROPE_CFG_a_null_rope_scaling_is_none(tmp_path: Path) -> None:
         ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
         ({"logit_scale": float("nan")}, "expected a finite number"),
         ({"logit_scale": 10**400}, "expected a finite number"),
+        ({"head_dim": 10**400}, f"expected {2**62} or less"),
     ],
 )
 def test_a_config_that_is_not_served_is_refused_with_the_key(

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
+from typing import Final
 
 from farspark.errors import CheckpointError
+
+# Far above every size, and still a number that floats and tensors can hold.
+_MOST: Final = 2**62
 
 
 class ConfigKeys:
@@ -57,6 +61,8 @@ class ConfigKeys:
             raise CheckpointError(f"{self.name(key)} is {value!r}; expected an integer")
         if value < at_least:
             raise CheckpointError(f"{self.name(key)} is {value}; expected {at_least} or more")
+        if value > _MOST:
+            raise CheckpointError(f"{self.name(key)} is {value}; expected {_MOST} or less")
         return value
 
     def number(self, key: str) -> float:
