@@ -14,12 +14,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
+import farspark_smollm2_drafter
 from farspark.clock import Deadline
 from farspark.demo.completions import Completions
 from farspark.demo.process import Child
 from farspark.demo.report import Report
 from farspark.demo.verify import Continue, TargetToken, Verdict, judge
 from farspark.errors import ConfigError, FarsparkError
+from farspark_vllm_cpu_engine import smollm2
 
 _MODEL = "smollm2"
 _MAX_MODEL_LEN = 2048
@@ -97,13 +99,6 @@ def run_demo(settings: DemoSettings, screen: Screen) -> Report:
 
 
 def _models(settings: DemoSettings, screen: Screen) -> tuple[Path, Path]:
-    try:
-        import farspark_smollm2_drafter
-        from farspark_vllm_cpu_engine import smollm2
-    except ImportError as error:
-        raise ConfigError(
-            f"{error.name} is not installed; the demo runs in the environment that `make demo` sets up"
-        ) from error
     screen.step("SmolLM2-135M-Instruct, the target")
     try:
         target: Path = smollm2.prepare(settings.cache)

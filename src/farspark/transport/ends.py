@@ -15,7 +15,7 @@ from farspark.errors import TransportError
 from farspark.transport.base import Memory
 
 # Memory up to this size is kept for the frames to come: pages that are warm cost a tenth of those the kernel must zero.
-MAX_KEPT_BYTES: Final = 4 * 1024 * 1024
+_MAX_KEPT_BYTES: Final = 4 * 1024 * 1024
 NEVER_NS: Final = 2**63 - 1  # ROUNDCALLS_NEVER, UCXCHANNEL_NEVER
 _monotonic = time.monotonic
 
@@ -39,7 +39,7 @@ def memory_of(size: int) -> Memory:
     What will not be kept is the kernel's own, page by page as a frame comes in. A bytearray is zeroed at once, with the GIL held:
     80 ms for 100 MiB, which the rounds of all other connections would wait for, and for a length alone.
     """
-    if size <= MAX_KEPT_BYTES:
+    if size <= _MAX_KEPT_BYTES:
         return bytearray(size)
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
